@@ -18,8 +18,8 @@ from shardfn._torch.dispatch import LAZY_MODULES, asks_for_values, backend_for_g
 from shardfn._torch.dispatch import function_modes, is_mutable, masks_pick_all, named_arguments, one_for_each
 from shardfn._torch.dispatch import outside_dispatch, outside_functions, outside_modes, record, without_writing
 from shardfn._torch.groups import COMPILES_EXCHANGES, HashStore, all_gather_single, all_to_all_single, close_connections
-from shardfn._torch.groups import default_store, exchanging, gathering, group_named, group_of, reduce_scatter_single
-from shardfn._torch.groups import scattering_sum, summing, waited
+from shardfn._torch.groups import default_store, exchanging, gathering, group_named, group_of, is_of_peers
+from shardfn._torch.groups import reduce_scatter_single, scattering_sum, summing, waited
 from shardfn._torch.memory import address_of, base_of, chunk_cat, copy_each, foreach, fused, holds_data, set_storage
 from shardfn._torch.memory import storage_key, storage_number, storage_uses, tensor_over, wraps
 from shardfn._torch.modules import Compiler, IncompatibleKeys, attributes_read, buffers_of, call_uncompiled

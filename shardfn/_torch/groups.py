@@ -1,5 +1,6 @@
 """Process groups: their collectives under one name in every torch, also as operations of a graph."""
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -21,6 +22,15 @@ HashStore: Callable[[], Any] = dist.__dict__["HashStore"]
 
 # Whether a compiled all-to-all has a gradient; in torch 2.11 that is zero, without an error.
 COMPILES_EXCHANGES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+_OF_PEERS = re.compile(
+    r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket (is )?closed|not connected|timed out", re.I
+)
+
+
+def is_of_peers(error: BaseException | None) -> bool:
+    """Whether an error of a collective says, in words of gloo or NCCL, that other ranks have ended or do not come."""
+    return isinstance(error, RuntimeError) and _OF_PEERS.search(str(error)) is not None
 
 
 # Collectives as operations of a graph: what is started here is there after `waited`.

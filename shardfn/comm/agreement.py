@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import part_of_rank, pytree, simulated
+from shardfn._torch import is_of_peers, part_of_rank, pytree, simulated
 from shardfn.comm.raw_collectives import gather_flat
 from shardfn.layout import Grid, Plan, axes_of, require_member
 from shardfn.notation import ShardError
@@ -65,6 +65,20 @@ def failing_together(mesh: DeviceMesh, verb: str) -> Iterator[None]:
             raise problem
     elif any(failed for (failed,) in exchange_numbers(mesh, [problem is not None])):
         _told(mesh, problem, verb)
+
+
+@contextmanager
+def called_by_all(call: str) -> Iterator[None]:
+    """What is said of collectives when other ranks have ended, or the timeout of the group is over."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_of_peers(error):
+            raise
+        raise ShardError(
+            f"{call}: other ranks have ended, or wait in something else. All ranks call it, also those that do not use "
+            "what it returns; write it before, not inside of, `if rank == 0:`"
+        ) from error
 
 
 Told = Sequence[tuple[int, Sequence[str]]]  # the number of a rank, and lines that describe what it has

@@ -16,7 +16,16 @@ from torch.distributed.tensor import DTensor, Partial
 
 from shardfn import layout
 from shardfn._torch import holds_data, in_transform, materialized, unwrap_local, watch_backward, wrap_local
-from shardfn.comm import BucketOnGrid, FreshBuffers, GatherBucket, gather_leaves, in_front, leaf_spec, portions
+from shardfn.comm import (
+    BucketOnGrid,
+    FreshBuffers,
+    GatherBucket,
+    called_by_all,
+    gather_leaves,
+    in_front,
+    leaf_spec,
+    portions,
+)
 from shardfn.context import is_differentiated, note_tree
 from shardfn.layout import (
     Bucket,
@@ -148,11 +157,12 @@ def gather(
         require_reduced("gather", name, leaf)
     keep = to != "rank0" or dist.get_rank() == grid_of(tree.mesh, tree.plan.roles.storage).ranks()[0]
     out: dict[str, Tensor] = {}
-    for one, wholes in gather_groups(tree, layouts, 0 if to != "all" else MAX_BUCKET_BYTES):
-        if keep:
-            full = layout.compute_view(one, wholes)
-            full = full.to(dtype) if dtype is not None and full.is_floating_point() else full
-            out[one.name] = owning(full if to == "all" else full.detach().cpu())
+    with called_by_all("gather(params)"):
+        for one, wholes in gather_groups(tree, layouts, 0 if to != "all" else MAX_BUCKET_BYTES):
+            if keep:
+                full = layout.compute_view(one, wholes)
+                full = full.to(dtype) if dtype is not None and full.is_floating_point() else full
+                out[one.name] = owning(full if to == "all" else full.detach().cpu())
     first = tree.plan.canonical
     order = (name for param in tree.plan.info.params for name in param.names)
     return {name: out[first[name]] for name in order if first.get(name) in out}

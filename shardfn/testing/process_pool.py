@@ -47,7 +47,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from shardfn._torch import LAZY_MODULES
+from shardfn._torch import LAZY_MODULES, is_of_peers
 from shardfn.layout import make_mesh
 
 # Imported once, before the ranks are forked. This package too, where the fork server finds the caller's copy of it.
@@ -60,9 +60,6 @@ _GROUP_TIMEOUT = timedelta(hours=2)  # longer than any call, so that a hang is r
 _PATIENCE = 1.0  # seconds that ranks have to fail by themselves after the first one did
 _SETTLE_TIMEOUT = 10.0  # seconds for what cannot take long: a barrier, or noticing that a peer has died
 _MAX_FILES = 200  # open files of a rank beyond which its team is replaced: every gloo group holds some
-_BROKEN = re.compile(
-    r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket (is )?closed|not connected", re.IGNORECASE
-)
 _FOREIGN_ENVIRON = ("MASTER_", "TORCHELASTIC_", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_")
 
 
@@ -156,7 +153,7 @@ class Failure(NamedTuple):
     def of(exc: BaseException, text: str | None = None, is_echo: bool = False) -> Failure:
         line = _shortened("".join(traceback.format_exception_only(type(exc), exc)).strip().split("\n")[0], 300)
         kinds = tuple(map(class_name, type(exc).__mro__))
-        is_broken = isinstance(exc, RuntimeError) and _BROKEN.search(str(exc)) is not None
+        is_broken = is_of_peers(exc) or is_of_peers(exc.__cause__)
         payload = None
         with contextlib.suppress(Exception):
             payload = pickle.dumps(exc)

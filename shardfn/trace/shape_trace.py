@@ -369,10 +369,12 @@ class ShapeTrace:
         decided = run.sides.decided
         if decided and not self._fails_in(adjust, "rank"):  # as it does the way of one process
             return self._unserved(_decisions(decided))
-        if not (why := self._fails_in(adjust, "one")):
+        why = self._fails_in(adjust, "one")
+        if advice := wiring.advice_on(self.plan, self._buffers, error):
+            where = why or f"{run.failed_at or type(self.model).__name__!r}: {error}"
+            return ShardError(f"apply: a run of the forward without data failed in {where}\n{advice}")
+        if not why:
             return self._stopped(run, error)
-        if advice := wiring.advice_on_buffers(self.plan, self._buffers, error):
-            return ShardError(f"apply: a run of the forward without data failed in {why}\n{advice}")
         return ShardError(
             f"apply: a run of the forward without data, on whole weights, failed in {why}\nDoes the model run on one "
             "rank with these inputs? Tensors that are no parameters or buffers must follow x.device, and control flow "

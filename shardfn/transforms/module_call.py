@@ -238,7 +238,7 @@ class _Call:
         except RuntimeError as error:
             if (told := escaped(error)) is not None:
                 raise told from error
-            if advice := wiring.advice_on_buffers(self.plan, self.params.buffers, error):
+            if advice := wiring.advice_on(self.plan, self.params.buffers, error):
                 raise ShardError(f"apply: {error}\n{advice}") from error
             raise
         finally:

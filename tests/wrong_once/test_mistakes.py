@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-from shardfn.testing import on_meshes
+from shardfn.testing import RankError, on_meshes, run
 
 RULES = {"0.weight": "f@tp c@fsdp", "0.bias": "f@tp", "2.weight": "c@fsdp f@tp"}
 X = torch.ones(4, 8)
@@ -90,6 +90,42 @@ def _heads(mesh: DeviceMesh, head: Callable[[Tensor], Tensor], **fields: Any) ->
 def _normed(mesh: DeviceMesh, rules: Any) -> Any:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
     return sf.apply(model, _tree(mesh, model, {**RULES, **rules}), X)
+
+
+class _Inside(nn.Module):
+    """Something done with the middle of a forward."""
+
+    def __init__(self, change: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.change = nn.Linear(8, 16), nn.Linear(16, 8), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(lambda x: self.down(self.up(x).relu()), x)
+
+
+def _inside(mesh: DeviceMesh, change: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Any:
+    model = _Inside(change)
+    params = _tree(mesh, model, {"up.weight": "f@tp c@fsdp", "down.weight": "c@fsdp f@tp"})
+    return sf.grad(_loss(model))(params, X)
+
+
+def _around(mesh: DeviceMesh) -> Any:
+    model = _Inside(lambda f, x: f(x))
+    params = _tree(mesh, model, {"up.weight": "f@tp c@fsdp", "down.weight": "c@fsdp f@tp"})
+
+    def loss(params: sf.Params, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda y: sf.apply(model, params, y).sum())(x).square().mean()
+
+    return sf.grad(loss)(params, X)
+
+
+def _slope(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.func.grad(lambda y: f(y).sum())(x)
+
+
+def _slope_by_autograd(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(f(x).sum(), x, create_graph=True)[0]
 
 
 class Mistake(NamedTuple):
@@ -233,6 +269,27 @@ MISTAKES: dict[str, Mistake] = {
         r"write a rule, \{'1\.\*': '_@tp'\}",
         lambda mesh: _normed(mesh, {"1.*": "_@tp"}),
     ),
+    "torch.func inside of a forward": Mistake(
+        lambda mesh: _inside(mesh, _slope), r"torch\.func\.grad\(lambda y: sf\.apply\(model, params, y\)", _around
+    ),
+    "vmap inside of a forward": Mistake(
+        lambda mesh: _inside(mesh, lambda f, x: torch.vmap(f)(x)),
+        r"around a forward, not inside of it",
+        lambda mesh: _inside(mesh, lambda f, x: f(x)),
+    ),
+    "derivatives inside of a forward": Mistake(
+        lambda mesh: _inside(mesh, _slope_by_autograd), r"around a forward, not inside of it", _around
+    ),
+    "a number made of floats": Mistake(
+        lambda mesh: _inside(mesh, lambda f, x: f(x * x.mean().item())),
+        r"x \* x\.mean\(\) for x \* x\.mean\(\)\.item\(\)",
+        lambda mesh: _inside(mesh, lambda f, x: f(x * x.mean())),
+    ),
+    "a way chosen by floats": Mistake(
+        lambda mesh: _inside(mesh, lambda f, x: f(x * 2) if x.mean() > 0 else f(x)),
+        r"torch\.where\(x\.mean\(\) > 0, a, b\) for an `if`",
+        lambda mesh: _inside(mesh, lambda f, x: torch.where(x.mean() > 0, f(x * 2), f(x))),
+    ),
     "a loop over heads": Mistake(
         lambda mesh: _heads(mesh, _by_loop),
         r"Write policy \| sf\.Policy\(acts=\{'q': '\.\.\. _'\}\)",
@@ -368,3 +425,29 @@ def test_a_mistake_of_one_rank_says_what_to_write(mesh: DeviceMesh, tmp_path: Pa
     with pytest.raises(TypeError, match=r"write save\(path, tree\)"):
         sf.checkpoint.save(untyped(params), str(tmp_path / "step-1"))
     sf.checkpoint.save(str(tmp_path / "step-1"), params)
+
+
+@on_meshes({"fsdp": 2})
+def test_a_mistake_with_data_axes_alone_says_what_to_write(mesh: DeviceMesh) -> None:
+    model = _Inside(_slope)
+    with pytest.raises(sf.ShardError, match=r"torch\.func\.grad\(lambda y: sf\.apply\(model, params, y\)"):
+        sf.grad(_loss(model))(_tree(mesh, model, {}), X)
+    model = _Inside(lambda f, x: f(x))
+    params = _tree(mesh, model, {})
+    sf.grad(lambda params, x: torch.func.grad(lambda y: sf.apply(model, params, y).sum())(x).square().mean())(params, X)
+
+
+def _gathered_by_the_first() -> None:
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    params = _tree(mesh, rules={})
+    sf.gather(params)
+    if mesh.get_rank():
+        raise RuntimeError("ended")
+    with pytest.raises(sf.ShardError, match=r"All ranks call it, .* before, not inside of, `if rank == 0:`"):
+        sf.gather(params)
+
+
+def test_what_one_rank_gathers_says_that_all_have_to() -> None:
+    with pytest.raises(RankError, match="ended") as error:
+        run(_gathered_by_the_first, ranks=2)
+    assert [*error.value.errors] == [1], "the other one expects what it gets"
