@@ -9,13 +9,15 @@ is transposed with them, tp neighbours stay neighbours, and no communicator is a
 """
 
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardfn._torch import HashStore, has_no_memory, on_each_rank, outside_modes, simulated
+from shardfn._torch import HashStore, default_store, has_no_memory, on_each_rank, outside_modes, simulated
 from shardfn.layout.policy import is_batch_axis
 from shardfn.notation import ShardError
 
@@ -106,7 +108,7 @@ def make_mesh(device_type: str | None = None, /, *unnamed: Any, **axes: int) -> 
 
     The last axis lies on neighbouring ranks, so put `tp` last. The process group comes from torchrun's environment
     (nccl on CUDA, gloo on CPU); without a launcher it is a world of one rank. On CUDA the device of `LOCAL_RANK`
-    becomes the current one.
+    becomes the current one. From then on a `ShardError` that ends several ranks alike is printed in whole by one.
 
         >>> import shardfn as sf
         >>> mesh = sf.make_mesh("cpu", fsdp=-1, tp=1)
@@ -139,7 +141,25 @@ def make_mesh(device_type: str | None = None, /, *unnamed: Any, **axes: int) -> 
         launched = "RANK" in os.environ and "MASTER_ADDR" in os.environ
         alone: dict[str, Any] = {} if launched else {"store": HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **alone)
+    if not isinstance(sys.excepthook, _PrintOnce):
+        sys.excepthook = _PrintOnce(sys.excepthook)
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+class _PrintOnce(NamedTuple):
+    """Prints what ends this rank: in a line, where another rank has printed the same already."""
+
+    otherwise: Callable[[type[BaseException], BaseException, Any], Any]
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        times = 1
+        if isinstance(error, ShardError) and dist.is_initialized():
+            with suppress(RuntimeError):  # the rank that has the store may have ended
+                times = default_store().add(f"printed: {error}", 1)
+        if times > 1:
+            print(f"[rank{dist.get_rank()}]: the same ShardError, {str(error).splitlines()[0]}", file=sys.stderr)
+        else:
+            self.otherwise(kind, error, trace)
 
 
 def _checked(axes: Mapping[str, int], verb: str) -> dict[str, int]:

@@ -45,7 +45,8 @@ def raise_problems(verb: str, problems: Sequence[str]) -> None:
     raise ShardError(f"{verb}: {len(problems)} problems{of_kinds}\n{listed}")
 
 
-_PATH = re.compile(r"'([^']*\.\d+(?:\.[^']*)?)'")  # quoted, with the number of a layer
+# A path with the number of a layer, quoted or in front.
+_PATH = re.compile(r"(?:^|')((?:[^'\s:]*\.)?\d+\.[a-z_A-Z][^'\s:]*|[^'\s:]*\.\d+)(?=['\s:])")
 _FEW = 2
 
 
@@ -62,8 +63,9 @@ def of_like_layers(problems: Sequence[str]) -> Iterator[str]:
 
 def _without_layer(problem: str, path: str) -> str:
     """A problem without the numbers of a path, wherever paths begin as it does."""
-    for number in reversed(list(re.finditer(r"(?<=\.)\d+\b", path))):
-        problem = re.sub(rf"'{re.escape(path[: number.end()])}(?=[.'])", f"'{path[: number.start()]}*", problem)
+    for number in reversed(list(re.finditer(r"(?:(?<=\.)|^)\d+\b", path))):
+        before, begins = path[: number.start()], rf"(^|'){re.escape(path[: number.end()])}(?=[.'\s:])"
+        problem = re.sub(begins, lambda quote, before=before: f"{quote[1]}{before}*", problem)
     return problem
 
 

@@ -1,8 +1,11 @@
 """Meshes: sizes that are inferred, names and roles of axes, the storage order, and how a size is cut into parts."""
 
+import contextlib
 import copy
+import io
 import os
 import pickle
+import sys
 
 import pytest
 import torch
@@ -16,6 +19,25 @@ import shardfn as sf
 from shardfn.layout.mesh import axes_of, chunk, grid_of, nested_chunk, roles
 from shardfn.layout.policy import BATCH_AXES
 from shardfn.testing import run
+
+
+def _printed_at_the_end(text: str) -> str:
+    sf.make_mesh("cpu", fsdp=2)
+    error = sf.ShardError(text.format(dist.get_rank()))
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        sys.excepthook(sf.ShardError, error, None)
+    return printed.getvalue()
+
+
+def test_an_error_of_all_ranks_is_printed_in_whole_by_one() -> None:
+    name = "shardfn.notation.errors.ShardError: "
+    same = run(_printed_at_the_end, "shard: 2 problems\n1. one\n2. another", ranks=2)
+    rank = next(rank for rank, text in enumerate(same) if name not in text)
+    assert same[rank] == f"[rank{rank}]: the same ShardError, shard: 2 problems\n"
+    assert f"{name}shard: 2 problems\n" in same[1 - rank] and "2. another" in same[1 - rank]
+    different = run(_printed_at_the_end, "of rank {}", ranks=2)
+    assert [text.partition(": ")[2].strip() for text in different] == [f"{name}of rank {rank}" for rank in range(2)]
+
 
 # MeshSpec and roles
 

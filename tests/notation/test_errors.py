@@ -37,6 +37,13 @@ def test_problems_of_like_layers_are_one() -> None:
     )
     with pytest.raises(ShardError, match=r"^plan: 'layers\.0\.up' .*\n .*\n .*\n    The same for 'layers\.1\.up'\.$"):
         raise_problems("plan", of_layers[:2])
+    in_front = [f"{i}.weight (6, 6): bad rule\n    a@tp" for i in range(3)] + ["7 % 2 = 1", "6 % 2 = 1"]
+    with pytest.raises(ShardError) as error:
+        raise_problems("plan", in_front)
+    assert str(error.value) == (
+        "plan: 5 problems, of 3 kinds\n1. 0.weight (6, 6): bad rule\n    a@tp\n"
+        "    The same for '1.weight' and '2.weight'.\n2. 7 % 2 = 1\n3. 6 % 2 = 1"
+    )
     nested = [f"'layers.{i}.experts.{j}.up' in 'layers.{i}'" for i in range(2) for j in range(3)]
     with pytest.raises(
         ShardError, match=r"^plan: .*\n    The same for 5 more, '.*0\.experts\.1\.up' to '.*experts\.2\.up'"
