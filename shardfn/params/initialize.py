@@ -5,7 +5,7 @@ Filled by `init`, they do not depend on the mesh. Values in files come from `che
 
 import hashlib
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,13 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn import layout
-from shardfn._torch import part_of_rank, values_of, wrap_local
+from shardfn._torch import part_of_rank, unwrap_local, values_of, wrap_local
 from shardfn.comm import VALUES, agree, digest, empty_shards, leaf_spec, whole
 from shardfn.layout import (
     Grid,
     Layout,
     Plan,
     Policy,
+    axes_of,
+    decide,
+    describe,
     grid_of,
     named_buffers,
     named_parameters,
@@ -63,10 +66,22 @@ def shard_own(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan, alike: bo
 
     Of an origin with `later`, what is on the meta device stays there, as shards that are filled some other time.
     """
+    if isinstance(policy, Plan) and isinstance(origin.model, Mapping):
+        origin = origin._replace(model=_tied_as_in(policy, origin.model))
     plan_, grid, seed = agreed_plan(origin, mesh, policy, lambda _: origin.facts(alike))
     tree = NewTree(plan_, mesh, grid, empty_shards(plan_, grid), {})
     tree.fill(origin, seed)
     return tree.wrapped()
+
+
+def _tied_as_in(plan_: Plan, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Values by all names that a plan has for each: some may be missing, and those of a state dict are copies."""
+    named: dict[str, Tensor] = {}
+    for param in plan_.info.params:
+        have = [values[name] for name in param.names if isinstance(values.get(name), Tensor)]
+        if len({unwrap_local(x).data_ptr() for x in have}) == 1:
+            named |= dict.fromkeys(param.names, have[0])
+    return {**named, **{name: x for name, x in values.items() if name not in named}}
 
 
 @dataclass
@@ -134,7 +149,12 @@ def _checked_plan(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan) -> Pl
     if not isinstance(mesh, DeviceMesh):
         why = f"shard: expected a DeviceMesh, got {type(mesh).__name__}; a MeshSpec is for plan() only"
         raise TypeError(f"{why}; write shard(model, mesh, policy)")
-    plan_ = plan(origin.model, mesh, policy.policy if isinstance(policy, Plan) else policy)
+    if isinstance(policy, Plan) and isinstance(origin.model, Mapping):  # which has no modules
+        trains = {param.name: param.trainable for param in policy.info.params}
+        params = [replace(p, trainable=trains.get(p.name, p.trainable)) for p in describe(origin.model).params]
+        plan_ = decide(replace(policy.info, params=tuple(params)), axes_of(mesh), policy.policy)
+    else:
+        plan_ = plan(origin.model, mesh, policy.policy if isinstance(policy, Plan) else policy)
     if isinstance(policy, Plan):
         if plan_ != policy:
             raise ShardError(f"shard: this plan was made for another model or mesh\n{policy.diff(plan_)}")

@@ -69,7 +69,8 @@ def shard(
         model: a module, or a mapping of names to tensors of any dtype. Parameters that torch's `parallelize_module`
             has made DTensors stay split so, and its modules get them as such.
         mesh: a `DeviceMesh` with named axes; all of them, when it is one of several that `model` is split over.
-        policy: the layout, or a `Plan` already made for this model and mesh.
+        policy: the layout, or a `Plan` already made for this model and mesh; a mapping may then leave out further
+            names of tied tensors.
         init: fills meta tensors: called once for every module that owns some, with that module's own tensors on the
             mesh's device, under a seed of its own (drawn from torch's seed on the first rank and the module's name), so
             that the values do not depend on the mesh. Tensors of one module at a time are whole.

@@ -61,6 +61,20 @@ def test_reshard_equals_shard() -> None:
     hold_for_all(reshard_equals_shard, cases(layouts=3))
 
 
+@on_meshes({"fsdp": 2})
+def test_a_mapping_by_a_plan_with_tied_tensors(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    model[1].bias.requires_grad_(False)
+    params = sf.shard(model, mesh, sf.Policy())
+    whole = sf.gather(params)
+    apart = {**whole, "1.weight": whole["1.weight"] + 1}
+    for values in (dict(model.named_parameters()), model.state_dict(), whole):
+        assert_same_tree(sf.shard(values, mesh, params.plan), params)
+    with pytest.raises(sf.ShardError, match=r"another model or mesh\n1\.weight: absent"):
+        sf.shard(apart, mesh, params.plan)
+
+
 def pending_on_a_rank(case: Case, params: sf.Params, places: Grid, typed: bool) -> dict[str, Tensor]:
     """What the backward leaves on this rank: its own numbers, the same along compute axes, with junk in the padding."""
     plan = params.plan
