@@ -146,7 +146,8 @@ def policy_of(module: nn.Module, record: Sharded, leave: Set[int] = frozenset(),
     for name, _, inner in record.all_in(module):
         if inner.mesh != record.mesh:
             why = f"{name!r} was sharded over another mesh ({inner.mesh}) than the module around it ({record.mesh})"
-            raise ShardError(f"{record.verb}: {why}; use the same one")
+            alone = "; what a rank has by itself is not wrapped, but left out: ignored_modules, ignored_params"
+            raise ShardError(f"{record.verb}: {why}; use the same one{alone if inner.mesh.size() == 1 else ''}")
         if inner.offload != record.offload:
             why = f"{name!r} and the module around it have different offload policies"
             raise ShardError(f"{record.verb}: {why}; use one: offload all of them, or none")

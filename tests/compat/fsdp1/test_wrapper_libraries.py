@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -175,6 +176,37 @@ def test_habits_of_libraries_are_as_with_torchs_class(mesh: DeviceMesh) -> None:
     for name, habit in HABITS.items():
         ours, torchs = habit(Ours), habit(torch.distributed.fsdp.FullyShardedDataParallel)
         torch.testing.assert_close(ours, torchs, msg=lambda why, name=name: f"{name}: {why}")
+
+
+def _own_experts(kind: Any, wrapped: bool) -> list[float]:
+    """Each rank has an expert of its own: wrapped over a group of one, or left out."""
+    model, rank = _model(), dist.get_rank()
+    for p in model[1].parameters():
+        p.data += rank
+    options: dict[str, Any] = {"device_id": CPU, "use_orig_params": True}
+    if wrapped:
+        groups = [dist.new_group([one]) for one in range(2)]
+        model[1] = kind(model[1], process_group=groups[rank], **options)
+    else:
+        options["ignored_modules"] = [model[1]]
+    model = kind(model, **options)
+    return _steps(model, SGD(model.parameters(), lr=0.01))
+
+
+@on_meshes({"fsdp": 2})
+@pytest.mark.filterwarnings("ignore")
+def test_experts_of_one_rank_are_left_out(mesh: DeviceMesh) -> None:
+    with pytest.raises(sf.ShardError, match=r"what a rank has by itself is not wrapped, but left out: ignored_modules"):
+        _own_experts(Ours, wrapped=True)
+    want = _own_experts(torch.distributed.fsdp.FullyShardedDataParallel, wrapped=True)
+    torch.testing.assert_close(_own_experts(Ours, wrapped=False), want)
+
+
+@on_meshes({"fsdp": 2})
+def test_ranks_that_ignore_different_modules_are_told(mesh: DeviceMesh) -> None:
+    model = _model()
+    with pytest.raises(sf.ShardError, match=r"ranks have different models or policies"):
+        Ours(model, device_id=CPU, ignored_modules=[model[dist.get_rank()]])(X)
 
 
 @on_meshes({"fsdp": 2})
