@@ -234,9 +234,13 @@ class WeightTable(_LookupTable):
         if call is None:
             super().__setitem__(attribute, value)
             return
-        # A parameter that the forward has made is a new one; weights of a call only say of themselves that they are.
+        # A parameter that the forward has made is a new one; weights of a call only say of themselves that they are. A
+        # frozen one around the same memory is what bitsandbytes makes in each call.
         is_plain = isinstance(value, Tensor) and not issubclass(type(value), nn.Parameter)
-        if not is_plain or attribute not in call.tables[id(self)] or call.binding.is_parallel:
+        own = dict.get(self, attribute)
+        frozen = own is not None and isinstance(value, Tensor) and not (own.requires_grad or value.requires_grad)
+        wraps = frozen and value.data_ptr() == self[attribute].data_ptr()
+        if not (is_plain or wraps) or attribute not in call.tables[id(self)] or call.binding.is_parallel:
             self._require_nobody(attribute, "assigns")  # parallel forwards would not find a value in its place
         call.instead.pop((id(self), attribute), None)
         if self[attribute] is not value:

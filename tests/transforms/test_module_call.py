@@ -495,6 +495,39 @@ def test_inference_mode_leaves_nothing_that_training_cannot_use(mesh: DeviceMesh
         step(params)
 
 
+class _Packed(nn.Parameter):
+    """A class of its own for frozen weights, as bitsandbytes has it."""
+
+
+class _Unpacks(nn.Linear):
+    """Puts that class around what was gathered, with which `fully_shard` knows nothing to do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.weight = _Packed(self.weight.detach() if self.weight.requires_grad else self.weight, requires_grad=False)
+        assert type(self.weight) is _Packed
+        return super().forward(input)
+
+
+@on_meshes({"fsdp": 2})
+def test_a_frozen_weight_may_be_assigned_in_a_class_of_its_own(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Unpacks(4, 4), nn.Linear(4, 4))
+    model[0].weight.requires_grad_(False)
+    params, x = sf.shard(model, mesh, sf.Policy(units="")), torch.ones(2, 4)
+    sf.apply(model, params, x)
+    loss, grads = sf.value_and_grad(lambda params, x: sf.apply(model, params, x).sum())(params, x)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain.load_state_dict(sf.gather(params))
+    want = plain(x).sum()
+    want.backward()
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(sf.gather(grads)["1.weight"], plain[1].weight.grad)
+    assert type(model[0].weight) is nn.Parameter, "the model keeps its own"
+    trained = sf.shard(model := _Unpacks(4, 4), mesh, sf.Policy())
+    with pytest.raises(sf.ShardError, match="a forward assigns the parameter 'weight'"):
+        sf.apply(model, trained, x)
+
+
 @on_meshes({"fsdp": 2})
 def test_a_forward_that_assigns_a_parameter_is_an_error(mesh: DeviceMesh) -> None:
     class Assigns(nn.Linear):
