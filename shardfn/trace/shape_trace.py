@@ -330,7 +330,7 @@ class ShapeTrace:
         around |= {path: wiring.chained(moves, around.get(path)) for path, moves in steps.items()}
         wired = self._of_both(wiring.wire(self.plan, self.names, axes, adjust, around, compiles=False), run)
         try:
-            functions = beside.PairedFunctionMode(run, adjust, amends, self.varies_inputs)
+            functions = beside.PairedFunctionMode(run, amends, self.varies_inputs)
             kept = self._forward(wired, run, functions, flow.begin)
             self.value_reads = run.values.reads
             return kept
