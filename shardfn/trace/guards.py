@@ -217,7 +217,7 @@ class Guards:
 
     def told_alike(self, watch: "Watch") -> bool:
         """Whether Python was told the same of values there, but for those that the watch remembers."""
-        pairs = zip_longest(self.reads.told, watch.told)
+        pairs = zip_longest(self.reads.told, watch.known.reads.told)
         return all(mine == theirs for at, (mine, theirs) in enumerate(pairs) if at not in watch.items)
 
     def relaxed(self, watch: "Watch") -> bool:
@@ -306,7 +306,7 @@ _WORDS = (bool, str, bytes, type(None), torch.dtype, torch.device, range, Enum)
 class Watch(TorchFunctionMode):
     """Puts numbers and lists that remember what they are asked into some places, in a shape-only trace."""
 
-    _known: MetaValues  # of tensors, in that run
+    known: MetaValues  # of tensors, in that run
 
     def __init__(self, places: Sequence[ValuePath], leaves: Sequence[Any]) -> None:
         super().__init__()
@@ -314,7 +314,8 @@ class Watch(TorchFunctionMode):
         self.questions: list[Question] = []
         self.asked: set[tuple[int, Any]] = set()  # lists
         self.items: set[int] = set()  # which of the values that Python was told are remembered
-        self._math = patch.multiple(math, **{name: _followed(getattr(math, name)) for name in _MATH})
+        # Within it functions of Python's take what remembers.
+        self.math: Any = patch.multiple(math, **{name: _followed(getattr(math, name)) for name in _MATH})
 
     @staticmethod
     def serves(value: Any) -> bool:
@@ -323,7 +324,7 @@ class Watch(TorchFunctionMode):
 
     def put(self, leaves: list[Any], known: MetaValues) -> None:
         """Put all into the modules, the objects and the leaves of a run, after which they are put back."""
-        self._known = known
+        self.known = known
         for place, value in self.places.values():
             stand_in = self._stand_in(place, value)
             if place.table is None:
@@ -338,28 +339,15 @@ class Watch(TorchFunctionMode):
         container.__dict__["ask"] = lambda: self.asked.add(place.key)
         return container
 
-    def __enter__(self) -> Any:
-        self._math.start()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._math.stop()
-
-    @property
-    def told(self) -> Sequence[Any]:
-        """What Python was told of values."""
-        return self._known.reads.told
-
     def note(self, of: Callable[[Look], Any], answer: Any) -> Any:
         """Something was asked of a number."""
         self.questions.append((of, answer))
         return answer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = any(isinstance(x, Tensor) and self._known.of(x) is not None for x in args)
+        known = any(isinstance(x, Tensor) and self.known.of(x) is not None for x in args)
         if known and func is Tensor.item:
-            place, value = _told_at(len(self._known.reads.told)), func(*args)
+            place, value = _told_at(len(self.known.reads.told)), func(*args)
             self.items.add(place.name)
             return _number(self, value, lambda look: look(place)[0])
         free = getattr(func, "__name__", "").strip("_").removeprefix("i") in _ARITHMETIC and not known

@@ -255,6 +255,7 @@ class ShapeTrace:
                 leaves, structure = pytree.tree_flatten(calls)
                 self._watch.put(leaves, run.values)
                 calls = pytree.tree_unflatten(leaves, structure)
+                around.enter_context(self._watch.math)
                 around.enter_context(self._watch)
             for path, args, kwargs in calls:
                 begin()
