@@ -439,11 +439,8 @@ def _batch_norm(op: Operation) -> Parts:
     part = op.split(op.args[0])
     if part is None or part.dim != 1:
         raise NotRankByRank("batch_norm of values that are not split by channels")
-    _require_alike(
-        op,
-        part,
-        "batch_norm of split channels with statistics or weights that are not: split its weight by a rule, too",
-    )
+    why = "batch_norm of split channels with statistics or weights that are not: split its weight by a rule, too"
+    _require_alike(op, part, why)
     return [part, *[part.at(0)] * (len(op.results) - 1)]
 
 
