@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn import _torch, layout
 from shardfn._torch import outside_transforms, pytree
-from shardfn.binding import Around, Forward, InnerCall, ModelBinding, Wiring, has_attribute, own_forward
+from shardfn.binding import Around, Forward, InnerCall, ModelBinding, Wiring, goes_around, has_attribute, own_forward
 from shardfn.comm import watched
 from shardfn.context import derivatives_asked_for, having
 from shardfn.layout import MeshSpec, Plan, Policy, Problem, Tag, compute_view, has_derivatives, is_in, unwrapped
@@ -351,7 +351,7 @@ class ShapeTrace:
             module = unwrapped(layout.submodule(self.model, path))
             forward = getattr(self.plan.forwards.get(path), "without_data", None) or own_forward(module)
             forwards[path] = partial(run.on_each_side, forwards.get(path, forward), forward)
-        around = {path: _not_in_one(run, path, moves) for path, moves in wired.around.items()}
+        around = {path: goes_around(_not_in_one, run, path, moves) for path, moves in wired.around.items()}
         around |= {path: wiring.chained(cast, around.get(path)) for path, cast in casts.items()}
         sizes = {path: self._sizes(path, local_sizes, run) for path, local_sizes in wired.sizes.items()}
         return replace(wired, forwards=forwards, around=around, sizes=sizes)
@@ -463,21 +463,12 @@ def _name_all(numbers: ValueNumbers | None, tree: Any, kind: str) -> None:
             numbers.name(leaf, kind, at)
 
 
-def _not_in_one(run: Interpreter, path: str, moves: Around) -> Around:
-    """What goes around a forward, but for one process."""
-
-    def around(inner: Forward) -> Forward:
-        moved = moves(inner)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if run.sides.at != "one":
-                return moved(*args, **kwargs)
-            with run.inside(path):
-                return inner(*args, **kwargs)
-
-        return forward
-
-    return around
+def _not_in_one(run: Interpreter, path: str, moves: Around, inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """A forward with what goes around it, but for one process."""
+    if run.sides.at != "one":
+        return moves(inner)(*args, **kwargs)
+    with run.inside(path):
+        return inner(*args, **kwargs)
 
 
 def _decisions(decided: Sequence[Decision]) -> list[Problem]:
