@@ -33,16 +33,9 @@ _LARGEST = 2**20  # elements; a mask over long sequences is not worth its time
 def leaves_of(tree: Any) -> list[Any]:
     """What is in the tuples, lists and dicts that an operator takes or makes, in order: a third of a pytree's time."""
     leaves: list[Any] = []
-    _add_leaves(tree, leaves)
-    return leaves
-
-
-def _add_leaves(tree: Any, leaves: list[Any]) -> None:
     for x in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else (tree,):
-        if isinstance(x, tuple | list | dict):
-            _add_leaves(x, leaves)
-        else:
-            leaves.append(x)
+        leaves += leaves_of(x) if isinstance(x, tuple | list | dict) else (x,)
+    return leaves
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
