@@ -7,7 +7,6 @@ are not those of the leaf.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache, wraps
 from inspect import currentframe, unwrap
@@ -54,7 +53,7 @@ def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
         axes = data_axes_of((args, kwargs))
-        with losses_over(axes) if axes and in_transform() else nullcontext():
+        with losses_over(axes if in_transform() else ()):
             return first_watched(*args, **kwargs)
 
     def first_watched(*args: Any, **kwargs: Any) -> Any:
