@@ -194,11 +194,10 @@ class _Call:
                 if at:
                     candidates.insert(0, candidates.pop(at))
                 return traced.adjust
-        return self._trace(key, candidates, sizes, args, kwargs)
+        return self._trace(key, candidates, sizes, leaves, args, kwargs)
 
-    def _trace(self, key: Any, known: "list[_Traced]", sizes: Any, args: Any, kwargs: Any) -> Adjustments:
+    def _trace(self, key: Any, known: "list[_Traced]", sizes: Any, leaves: Any, args: Any, kwargs: Any) -> Adjustments:
         """What a shape-only trace finds, or that one of those before is about this call too; see [Note: guards]."""
-        leaves = [*_torch.pytree.tree_leaves((args, kwargs)), *self.params.buffers.values()]
         candidates = [traced for traced in known if traced.sizes == sizes]
         calls = [("", args, kwargs)]
         trace = ShapeTrace(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method, calls)
