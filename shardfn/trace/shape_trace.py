@@ -91,7 +91,7 @@ class ShapeTrace:
         try:
             return self._settle(known)
         except Unserved as failure:
-            change = self._change(failure.failure)
+            change = self._change(failure.failure, Policy())
             text = said(change, self.plan, failure.failure) if change is not None else advice(failure.failure)
             raise ShardError(f"{failure}\n{text}") from failure.__cause__
 
@@ -120,27 +120,21 @@ class ShapeTrace:
                 if not any(has_attribute(module, name) for module in named):
                     raise ShardError(f"apply: Policy.local_sizes[{pattern!r}] names {name!r}, and no module has that")
 
-    def _change(self, failure: Failure) -> Policy | None:
-        """The change of the policy with which the forward runs to its end, found by trying."""
-        kept, tries = Policy(), 0
-        while tries < _TRIES:
-            for change in changes(self.plan, failure):
-                tries += 1
-                with suppress(ShardError):
-                    policy = replace(self.plan.policy, ignore=()) | kept | change
-                    other = replace(layout.decide(self.plan.info, self.plan.axes, policy), policy=policy)
-                    arguments = self.model, other, self.mesh, self._buffers, self.method, self._calls
-                    trial = ShapeTrace(*arguments, differentiates=self._differentiates)
-                    try:
-                        trial._settle()
-                    except Unserved as next_one:
-                        if next_one.failure.where == failure.where:
-                            continue
-                        kept, failure = kept | change, next_one.failure  # it came further
-                        break
-                    return kept | change
-            else:
-                return None
+    def _change(self, failure: Failure, kept: Policy, tries: int = 0) -> Policy | None:
+        """The change of the policy, besides one that is kept, with which the forward runs to its end; by trying."""
+        for number, change in enumerate(changes(self.plan, failure), tries + 1):
+            with suppress(ShardError):
+                policy = replace(self.plan.policy, ignore=()) | kept | change
+                other = replace(layout.decide(self.plan.info, self.plan.axes, policy), policy=policy)
+                arguments = self.model, other, self.mesh, self._buffers, self.method, self._calls
+                trial = ShapeTrace(*arguments, differentiates=self._differentiates)
+                try:
+                    trial._settle()
+                except Unserved as later:
+                    if later.failure.where == failure.where:
+                        continue
+                    return self._change(later.failure, kept | change, number) if number < _TRIES else None
+                return kept | change
         return None
 
     def _settle(self, known: Adjustments | None = None) -> Adjustments:
