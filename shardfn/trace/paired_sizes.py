@@ -288,7 +288,8 @@ def paired(local: Any, whole: Any, arguments: dict[int, Tensor], same: Same = la
         return local if type(local) is type(whole) and local == whole else _number(local, whole)
     if id(local) in arguments:
         return arguments[id(local)]
-    return local if lie_alike(local, whole) and same(local, whole) else Paired(local, whole)
+    alike = local is whole or (lie_alike(local, whole) and same(local, whole))
+    return local if alike else Paired(local, whole)
 
 
 def _number(rank: Any, one: Any) -> Any:
