@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn import _torch
+from shardfn.layout import has_derivatives
 
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 _BY_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -265,13 +266,10 @@ def _equal(x: Tensor, other: Tensor) -> bool:
 
 def _makes_small_integers(name: str, args: Any, kwargs: Any) -> bool:
     """Whether a factory makes something whose values are worth keeping."""
-    if name not in ("arange", "ones", "zeros", "full", "scalar_tensor", "tril_indices", "triu_indices"):
-        return False
+    makes = name in ("arange", "ones", "zeros", "full", "scalar_tensor", "tril_indices", "triu_indices")
     dtype = kwargs.get("dtype")
-    if dtype is not None and (dtype.is_floating_point or dtype.is_complex):
-        return False
-    sizes = [n for n in leaves_of(args) if isinstance(n, int) and not isinstance(n, bool)]
-    return prod(max(n, 1) for n in sizes) <= _LARGEST
+    integers = makes and (dtype is None or not has_derivatives(dtype))
+    return integers and prod(max(n, 1) for n in leaves_of(args) if isinstance(n, int)) <= _LARGEST
 
 
 def tensors_in(tree: Any, depth: int, of_caches: bool = False) -> Iterator[Tensor]:
