@@ -17,13 +17,12 @@ the others are.
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 from itertools import chain, repeat, zip_longest
 from operator import attrgetter, is_, is_not, methodcaller
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -51,8 +50,7 @@ Look = Callable[["ValuePath"], Any]
 Question = tuple[Callable[[Look], Any], Any]  # what was asked of places, and the answer
 
 
-@dataclass(frozen=True)
-class ValuePath:
+class ValuePath(NamedTuple):
     """Where a value is: a leaf of the arguments, an entry of a table, or a list that is there."""
 
     table: Any  # a dict; None for a leaf
@@ -306,6 +304,7 @@ _WORDS = (bool, str, bytes, type(None), torch.dtype, torch.device, range, Enum)
 class Watch(TorchFunctionMode):
     """Puts numbers and lists that remember what they are asked into some places, in a shape-only trace."""
 
+    serves = (int, float, list, dict, set)  # types of what it can stand for
     known: MetaValues  # of tensors, in that run
 
     def __init__(self, places: Sequence[ValuePath], leaves: Sequence[Any]) -> None:
@@ -316,11 +315,6 @@ class Watch(TorchFunctionMode):
         self.items: set[int] = set()  # which of the values that Python was told are remembered
         # Within it functions of Python's take what remembers.
         self.math: Any = patch.multiple(math, **{name: _followed(getattr(math, name)) for name in _MATH})
-
-    @staticmethod
-    def serves(value: Any) -> bool:
-        """Whether it can stand for a value."""
-        return type(value) in (int, float, list, dict, set)
 
     def put(self, leaves: list[Any], known: MetaValues) -> None:
         """Put all into the modules, the objects and the leaves of a run, after which they are put back."""

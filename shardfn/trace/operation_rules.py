@@ -5,9 +5,9 @@ nothing here (`operations.pointwise`); every other operation has a function.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -317,8 +317,7 @@ def _convolution(op: Operation) -> Part | None:
 # -- along some dims, of which none may be split ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Along:
+class _Along(NamedTuple):
     """An operation whose every result depends on all of some dims of its first argument, and else on one place.
 
     `linear`: a pending sum stays one. `means`: what it does to these dims, in an error.

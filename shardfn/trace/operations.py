@@ -6,8 +6,8 @@ without a rule loses the part.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -33,8 +33,7 @@ _SIZES = set(
 )
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One call of an operation on one rank, seen from an axis of `size` ranks.
 
     `tags` has what is known of its inputs, `zeros` those that hold nothing but zeros, both by their identity. `whole`

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -204,7 +204,7 @@ class _Call:
         broken = [traced.guards.broken(leaves) for traced in candidates]
         asked = {place for traced in candidates for place in traced.asked}
         for traced, places in zip(candidates[:_TRIES], broken, strict=False):
-            unwatched = (place for place in places if place.key in asked or not Watch.serves(place.now(leaves)))
+            unwatched = (place for place in places if place.key in asked or type(place.now(leaves)) not in Watch.serves)
             if not traced.guards.answered(leaves, values=VALUES in asked) or any(True for _ in unwatched):
                 continue
             more = [*places, *(place for place, _ in traced.guards.loose.values())]
@@ -374,8 +374,7 @@ def _scores(path: str, x: Tensor, p: float, axes: Sequence[str], grid: Grid) -> 
     return call_now().session.masks.scores(path, x, p, part_over(grid, axes))
 
 
-@dataclass
-class _Traced:
+class _Traced(NamedTuple):
     """What shape-only traces found, what has to be as it was, and which changes of that need a new run at once."""
 
     adjust: Adjustments
