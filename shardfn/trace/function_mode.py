@@ -251,13 +251,8 @@ def _check_numbers(run: Interpreter, values: Any) -> None:
                 run.problems.append(Problem(what, "sizes"))
 
 
-def same_values(mine: tuple[ValueNumbers, Any], other: tuple[ValueNumbers, Any]) -> bool:
-    """Whether two runs leave the same values of a rank."""
-    leaves, others = ([*_described(numbers, tree)] for numbers, tree in (mine, other))
-    return leaves == others
-
-
-def _described(numbers: ValueNumbers, tree: Any) -> Iterator[Any]:
+def values_left(numbers: ValueNumbers, tree: Any) -> Iterator[Any]:
+    """The values of a rank that a run leaves, to be compared with those of another one."""
     leaves, structure = pytree.tree_flatten(tree)
     yield structure
     for leaf in leaves:

@@ -293,7 +293,7 @@ class ShapeTrace:
             raise
         except Exception as error:
             raise self._stopped(alone, error) from error
-        if not beside.same_values(followed, done):
+        if [*beside.values_left(*followed)] != [*beside.values_left(*done)]:
             raise self._unserved(_decisions(self._decided))
 
     def _interpreter(self, side: Side, numbers: ValueNumbers | None = None) -> Interpreter:
