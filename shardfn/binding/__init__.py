@@ -7,6 +7,6 @@ from, see `engine`; what a parallel forward computes, see `parallel`.
 
 from shardfn.binding import module_tables
 from shardfn.binding.compiled_forwards import Forward, GraphBreak, as_they_are, untraced
-from shardfn.binding.forwards import Around, InnerCall, Wiring, has_attribute, own_forward
+from shardfn.binding.forwards import Around, InnerCall, Wiring, goes_around, has_attribute, own_forward
 from shardfn.binding.module_tables import ForwardStandIn, ModelBinding, call_now, escaped, is_computing, weight_now
 from shardfn.binding.module_tables import with_tables

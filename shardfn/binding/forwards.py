@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -62,6 +63,11 @@ class Wiring:
                 "says what to write; or use sf.jit"
             )
         return compiler
+
+
+def goes_around(forward: Callable[..., Any], *given: Any) -> Around:
+    """What goes around a forward, `inner`: in its place `forward(*given, inner, *args, **kwargs)` runs."""
+    return partial(partial, forward, *given)
 
 
 def has_attribute(module: nn.Module, name: str) -> bool:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from shardfn import _torch
 from shardfn._torch import pytree
 from shardfn.comm import watched
+from shardfn.context import having
 from shardfn.layout import SAME, SUM, Part, Problem, Tag
 from shardfn.parallel import Adjustments, Amendment, amend, arguments_of, may_run_again, place_of_call
 from shardfn.trace.interpreter import Interpreter
@@ -38,7 +39,6 @@ _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 _WRITING = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}  # statistics, which are not amended
 _MOST_WAYS = 64  # to amend one call
 _Call = tuple[Any, Any]  # args, kwargs
-_NOTHING = Adjustments()
 _AXIS = ""  # any
 _PLAIN = (Number, str, range, torch.dtype)
 
@@ -50,25 +50,18 @@ class PairedFunctionMode(TorchFunctionMode):
     known tensors lists. A hook is told of. Of calls that are right in one process only, amendments are looked for.
     """
 
-    def __init__(
-        self,
-        run: Interpreter,
-        known: Adjustments = _NOTHING,
-        axes: TracedAxes | None = None,
-        varies_inputs: bool = True,
-    ) -> None:
+    def __init__(self, run: Interpreter, axes: TracedAxes | None = None, varies_inputs: bool = True) -> None:
         """Begin.
 
         Args:
             run: the run.
-            known: what runs before have added.
-            axes: has what amends calls; None if nothing may.
+            axes: has what amends calls, and what runs before have added; None if no call may be amended.
             varies_inputs: whether inputs of modules are varied where they enter, or in the calls that need it.
         """
         super().__init__()
-        self._run, self._sides, self._known, self._axes = run, run.sides, known, axes
-        self._varies_inputs = varies_inputs
-        self._amended = {(one.path, one.place) for one in known.amended}
+        self._run, self._sides, self._axes, self._varies_inputs = run, run.sides, axes, varies_inputs
+        self._known = axes.adjust if axes is not None else Adjustments()
+        self._amended = {(one.path, one.place) for one in self._known.amended}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -92,14 +85,11 @@ class PairedFunctionMode(TorchFunctionMode):
 
     def _served(self, func: Any, call: _Call) -> tuple[_Call, Any]:
         """A call, and its result."""
-        before, self._sides.in_torch = self._sides.in_torch, True
         try:
-            return call, self._done(func, *call)
+            with having(self._sides, in_torch=True):
+                return call, self._done(func, *call)
         except SizesDiffer:
-            self._sides.in_torch = before
             return call, self._apart(func, *call)
-        finally:
-            self._sides.in_torch = before
 
     def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._run.function_on_each_side(partial(self._done, func, args, kwargs), (args, kwargs))
@@ -127,19 +117,19 @@ class PairedFunctionMode(TorchFunctionMode):
         if name == "__get__":
             return self._served(func, call)
         found, problems, undo = self._run.found, len(self._run.problems), self._run.undoing(tensors)
-        ways = partial(self._ways, call, leaves, writes)
+        ways = self._ways(call, leaves, writes)
         try:
             call, out = self._served(func, call)
         except Exception as error:
             undo()
-            served = self._as_amended(func, call, undo, ways())
-            if served is None:
+            if (served := self._as_amended(func, call, undo, ways)) is None:
                 raise error
             return served
-        if self._is_right(out, tensors, problems) or self._has_other_news(found):
+        # Whatever else was found, a further run does otherwise.
+        if self._is_right(out, tensors, problems) or self._run.found != replace(found, vary=self._run.found.vary):
             return call, out
         undo()
-        return self._as_amended(func, call, undo, ways()) or self._served(func, call)
+        return self._as_amended(func, call, undo, ways) or self._served(func, call)
 
     def _as_amended(
         self, func: Any, call: _Call, undo: Callable[[], None], ways: Iterator[Sequence[Amendment]]
@@ -159,19 +149,11 @@ class PairedFunctionMode(TorchFunctionMode):
             axes.bytes_moved = moved
         return None
 
-    def _has_other_news(self, before: Adjustments) -> bool:
-        """Whether this run has found what a further one does otherwise, besides what is done already."""
-        return self._run.found != replace(before, vary=self._run.found.vary)
-
     def _is_right(self, out: Any, inputs: Sequence[Tensor], problems: int) -> bool:
         """Whether nothing was lost, and no gradient would be."""
-        run = self._run
-        refused = (
-            pair
-            for pair in run.found.vary
-            if pair in self._known.vary or (not self._varies_inputs and pair[0].startswith("input "))
-        )
-        if len(run.problems) > problems or any(refused):
+        found = self._run.found.vary
+        entering = [source for source, _ in found if source.startswith("input ")]
+        if len(self._run.problems) > problems or found & self._known.vary or (entering and not self._varies_inputs):
             return False
         return not any(map(self._is_lost, tensors_of(out))) or any(map(self._is_lost, inputs))
 
@@ -269,13 +251,8 @@ def _check_numbers(run: Interpreter, values: Any) -> None:
                 run.problems.append(Problem(what, "sizes"))
 
 
-def same_values(mine: tuple[ValueNumbers, Any], other: tuple[ValueNumbers, Any]) -> bool:
-    """Whether two runs leave the same values of a rank."""
-    leaves, others = ([*_described(numbers, tree)] for numbers, tree in (mine, other))
-    return leaves == others
-
-
-def _described(numbers: ValueNumbers, tree: Any) -> Iterator[Any]:
+def values_left(numbers: ValueNumbers, tree: Any) -> Iterator[Any]:
+    """The values of a rank that a run leaves, to be compared with those of another one."""
     leaves, structure = pytree.tree_flatten(tree)
     yield structure
     for leaf in leaves:

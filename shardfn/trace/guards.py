@@ -17,13 +17,12 @@ the others are.
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 from itertools import chain, repeat, zip_longest
 from operator import attrgetter, is_, is_not, methodcaller
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -51,8 +50,7 @@ Look = Callable[["ValuePath"], Any]
 Question = tuple[Callable[[Look], Any], Any]  # what was asked of places, and the answer
 
 
-@dataclass(frozen=True)
-class ValuePath:
+class ValuePath(NamedTuple):
     """Where a value is: a leaf of the arguments, an entry of a table, or a list that is there."""
 
     table: Any  # a dict; None for a leaf
@@ -217,7 +215,7 @@ class Guards:
 
     def told_alike(self, watch: "Watch") -> bool:
         """Whether Python was told the same of values there, but for those that the watch remembers."""
-        pairs = zip_longest(self.reads.told, watch.told)
+        pairs = zip_longest(self.reads.told, watch.known.reads.told)
         return all(mine == theirs for at, (mine, theirs) in enumerate(pairs) if at not in watch.items)
 
     def relaxed(self, watch: "Watch") -> bool:
@@ -306,7 +304,8 @@ _WORDS = (bool, str, bytes, type(None), torch.dtype, torch.device, range, Enum)
 class Watch(TorchFunctionMode):
     """Puts numbers and lists that remember what they are asked into some places, in a shape-only trace."""
 
-    _known: MetaValues  # of tensors, in that run
+    serves = (int, float, list, dict, set)  # types of what it can stand for
+    known: MetaValues  # of tensors, in that run
 
     def __init__(self, places: Sequence[ValuePath], leaves: Sequence[Any]) -> None:
         super().__init__()
@@ -314,16 +313,12 @@ class Watch(TorchFunctionMode):
         self.questions: list[Question] = []
         self.asked: set[tuple[int, Any]] = set()  # lists
         self.items: set[int] = set()  # which of the values that Python was told are remembered
-        self._math = patch.multiple(math, **{name: _followed(getattr(math, name)) for name in _MATH})
-
-    @staticmethod
-    def serves(value: Any) -> bool:
-        """Whether it can stand for a value."""
-        return type(value) in (int, float, list, dict, set)
+        # Within it functions of Python's take what remembers.
+        self.math: Any = patch.multiple(math, **{name: _followed(getattr(math, name)) for name in _MATH})
 
     def put(self, leaves: list[Any], known: MetaValues) -> None:
         """Put all into the modules, the objects and the leaves of a run, after which they are put back."""
-        self._known = known
+        self.known = known
         for place, value in self.places.values():
             stand_in = self._stand_in(place, value)
             if place.table is None:
@@ -338,28 +333,15 @@ class Watch(TorchFunctionMode):
         container.__dict__["ask"] = lambda: self.asked.add(place.key)
         return container
 
-    def __enter__(self) -> Any:
-        self._math.start()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._math.stop()
-
-    @property
-    def told(self) -> Sequence[Any]:
-        """What Python was told of values."""
-        return self._known.reads.told
-
     def note(self, of: Callable[[Look], Any], answer: Any) -> Any:
         """Something was asked of a number."""
         self.questions.append((of, answer))
         return answer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = any(isinstance(x, Tensor) and self._known.of(x) is not None for x in args)
+        known = any(isinstance(x, Tensor) and self.known.of(x) is not None for x in args)
         if known and func is Tensor.item:
-            place, value = _told_at(len(self._known.reads.told)), func(*args)
+            place, value = _told_at(len(self.known.reads.told)), func(*args)
             self.items.add(place.name)
             return _number(self, value, lambda look: look(place)[0])
         free = getattr(func, "__name__", "").strip("_").removeprefix("i") in _ARITHMETIC and not known

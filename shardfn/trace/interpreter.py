@@ -333,7 +333,7 @@ class Interpreter(_torch.TorchDispatchMode):
         self.stuck = None
         pairs = paired_sizes.is_paired(inputs)
         if side == "one":
-            return self._alone(func, inputs) if pairs else self._of_one(func, inputs)
+            return self._of_one(func, inputs)
         operation, name = func, _torch.base_name(func)
         if pairs and name in _VIEWS:
             operation, inputs = torch.ops.aten.reshape.default, (args[:2], inputs[1])
@@ -359,16 +359,13 @@ class Interpreter(_torch.TorchDispatchMode):
             self.numbers.writes += tensors_of(out) if _torch.is_mutable(func) else []
         return out
 
-    def _alone(self, func: Any, arguments: Any) -> Any:
-        """An operation in one process; a tensor that it writes into is returned as the pair that it was given."""
-        out = self._of_one(func, taken(arguments, "one"))
-        return paired_sizes.paired(out, out, {id(whole_of(x)): x for x in tensors_of(arguments)})
-
     def _of_one(self, func: Any, arguments: Any) -> Any:
-        out = self.values.run(func, *arguments)
+        """An operation in one process; a tensor that it writes into is returned as the pair that it was given."""
+        given = taken(arguments, "one")
+        out = self.values.run(func, *given)
         if self._done is not None:
-            self._done.append(_CallInOneProcess(_torch.base_name(func), arguments, _shapes(out)))
-        return out
+            self._done.append(_CallInOneProcess(_torch.base_name(func), given, _shapes(out)))
+        return paired_sizes.paired(out, out, {id(whole_of(x)): x for x in tensors_of(arguments)})
 
     def _in_one(self, func: Any) -> _CallInOneProcess | None:
         """The same operation in one process, of a function that is done on each side by itself."""

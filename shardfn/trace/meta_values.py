@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn import _torch
+from shardfn.layout import has_derivatives
 
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 _BY_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -33,16 +34,9 @@ _LARGEST = 2**20  # elements; a mask over long sequences is not worth its time
 def leaves_of(tree: Any) -> list[Any]:
     """What is in the tuples, lists and dicts that an operator takes or makes, in order: a third of a pytree's time."""
     leaves: list[Any] = []
-    _add_leaves(tree, leaves)
-    return leaves
-
-
-def _add_leaves(tree: Any, leaves: list[Any]) -> None:
     for x in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else (tree,):
-        if isinstance(x, tuple | list | dict):
-            _add_leaves(x, leaves)
-        else:
-            leaves.append(x)
+        leaves += leaves_of(x) if isinstance(x, tuple | list | dict) else (x,)
+    return leaves
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -272,13 +266,10 @@ def _equal(x: Tensor, other: Tensor) -> bool:
 
 def _makes_small_integers(name: str, args: Any, kwargs: Any) -> bool:
     """Whether a factory makes something whose values are worth keeping."""
-    if name not in ("arange", "ones", "zeros", "full", "scalar_tensor", "tril_indices", "triu_indices"):
-        return False
+    makes = name in ("arange", "ones", "zeros", "full", "scalar_tensor", "tril_indices", "triu_indices")
     dtype = kwargs.get("dtype")
-    if dtype is not None and (dtype.is_floating_point or dtype.is_complex):
-        return False
-    sizes = [n for n in leaves_of(args) if isinstance(n, int) and not isinstance(n, bool)]
-    return prod(max(n, 1) for n in sizes) <= _LARGEST
+    integers = makes and (dtype is None or not has_derivatives(dtype))
+    return integers and prod(max(n, 1) for n in leaves_of(args) if isinstance(n, int)) <= _LARGEST
 
 
 def tensors_in(tree: Any, depth: int, of_caches: bool = False) -> Iterator[Tensor]:

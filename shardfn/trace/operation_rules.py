@@ -5,9 +5,9 @@ nothing here (`operations.pointwise`); every other operation has a function.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -317,8 +317,7 @@ def _convolution(op: Operation) -> Part | None:
 # -- along some dims, of which none may be split ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Along:
+class _Along(NamedTuple):
     """An operation whose every result depends on all of some dims of its first argument, and else on one place.
 
     `linear`: a pending sum stays one. `means`: what it does to these dims, in an error.
@@ -439,11 +438,8 @@ def _batch_norm(op: Operation) -> Parts:
     part = op.split(op.args[0])
     if part is None or part.dim != 1:
         raise NotRankByRank("batch_norm of values that are not split by channels")
-    _require_alike(
-        op,
-        part,
-        "batch_norm of split channels with statistics or weights that are not: split its weight by a rule, too",
-    )
+    why = "batch_norm of split channels with statistics or weights that are not: split its weight by a rule, too"
+    _require_alike(op, part, why)
     return [part, *[part.at(0)] * (len(op.results) - 1)]
 
 

@@ -6,8 +6,8 @@ without a rule loses the part.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -33,8 +33,7 @@ _SIZES = set(
 )
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One call of an operation on one rank, seen from an axis of `size` ranks.
 
     `tags` has what is known of its inputs, `zeros` those that hold nothing but zeros, both by their identity. `whole`
@@ -233,10 +232,8 @@ def numbers_agree(func: Any, mine: tuple[Any, Any], other: tuple[Any, Any]) -> b
     name = _torch.base_name(func)
     sizes = _SIZES | {"start", "end"} if name in _CUTS else _SIZES if name != "as_strided" else set[str]()
     named, whole = _torch.named_arguments(func, *mine), _torch.named_arguments(func, *other)
-    for key, value in named.items():
-        if key in sizes:
-            continue
-        pairs = zip(leaves_of(value), leaves_of(whole[key]), strict=False)
+    for key in named.keys() - sizes:
+        pairs = zip(leaves_of(named[key]), leaves_of(whole[key]), strict=False)
         if any(not isinstance(a, Tensor) and a is not b and a != b and repr(a) != repr(b) for a, b in pairs):
             return False
     if name not in _CUTS:

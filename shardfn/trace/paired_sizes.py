@@ -26,9 +26,8 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from inspect import currentframe
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,8 +77,7 @@ class SizesDiffer(BaseException):
     """torch decides by a size that differs: the function that is running has to be done on each side by itself."""
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """A size by which Python decided, which is one here and another one in one process; `line` is the user's."""
 
     rank: Any
@@ -202,7 +200,6 @@ class Paired(Tensor):
     local: Tensor
     whole: Tensor
 
-    @staticmethod
     def __new__(cls: type["Paired"], local: Tensor, whole: Tensor) -> "Paired":
         """`local` is what a rank has, `whole` what one process has in its place."""
         shapes, strides = zip(local.shape, whole.shape, strict=True), zip(local.stride(), whole.stride(), strict=True)
@@ -288,7 +285,8 @@ def paired(local: Any, whole: Any, arguments: dict[int, Tensor], same: Same = la
         return local if type(local) is type(whole) and local == whole else _number(local, whole)
     if id(local) in arguments:
         return arguments[id(local)]
-    return local if lie_alike(local, whole) and same(local, whole) else Paired(local, whole)
+    alike = local is whole or (lie_alike(local, whole) and same(local, whole))
+    return local if alike else Paired(local, whole)
 
 
 def _number(rank: Any, one: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn import _torch, layout
 from shardfn._torch import outside_transforms, pytree
-from shardfn.binding import Around, Forward, InnerCall, ModelBinding, Wiring, has_attribute, own_forward
+from shardfn.binding import Around, Forward, InnerCall, ModelBinding, Wiring, goes_around, has_attribute, own_forward
 from shardfn.comm import watched
 from shardfn.context import derivatives_asked_for, having
 from shardfn.layout import MeshSpec, Plan, Policy, Problem, Tag, compute_view, has_derivatives, is_in, unwrapped
@@ -91,7 +91,7 @@ class ShapeTrace:
         try:
             return self._settle(known)
         except Unserved as failure:
-            change = self._change(failure.failure)
+            change = self._change(failure.failure, Policy())
             text = said(change, self.plan, failure.failure) if change is not None else advice(failure.failure)
             raise ShardError(f"{failure}\n{text}") from failure.__cause__
 
@@ -120,27 +120,21 @@ class ShapeTrace:
                 if not any(has_attribute(module, name) for module in named):
                     raise ShardError(f"apply: Policy.local_sizes[{pattern!r}] names {name!r}, and no module has that")
 
-    def _change(self, failure: Failure) -> Policy | None:
-        """The change of the policy with which the forward runs to its end, found by trying."""
-        kept, tries = Policy(), 0
-        while tries < _TRIES:
-            for change in changes(self.plan, failure):
-                tries += 1
-                with suppress(ShardError):
-                    policy = replace(self.plan.policy, ignore=()) | kept | change
-                    other = replace(layout.decide(self.plan.info, self.plan.axes, policy), policy=policy)
-                    arguments = self.model, other, self.mesh, self._buffers, self.method, self._calls
-                    trial = ShapeTrace(*arguments, differentiates=self._differentiates)
-                    try:
-                        trial._settle()
-                    except Unserved as next_one:
-                        if next_one.failure.where == failure.where:
-                            continue
-                        kept, failure = kept | change, next_one.failure  # it came further
-                        break
-                    return kept | change
-            else:
-                return None
+    def _change(self, failure: Failure, kept: Policy, tries: int = 0) -> Policy | None:
+        """The change of the policy, besides one that is kept, with which the forward runs to its end; by trying."""
+        for number, change in enumerate(changes(self.plan, failure), tries + 1):
+            with suppress(ShardError):
+                policy = replace(self.plan.policy, ignore=()) | kept | change
+                other = replace(layout.decide(self.plan.info, self.plan.axes, policy), policy=policy)
+                arguments = self.model, other, self.mesh, self._buffers, self.method, self._calls
+                trial = ShapeTrace(*arguments, differentiates=self._differentiates)
+                try:
+                    trial._settle()
+                except Unserved as later:
+                    if later.failure.where == failure.where:
+                        continue
+                    return self._change(later.failure, kept | change, number) if number < _TRIES else None
+                return kept | change
         return None
 
     def _settle(self, known: Adjustments | None = None) -> Adjustments:
@@ -255,6 +249,7 @@ class ShapeTrace:
                 leaves, structure = pytree.tree_flatten(calls)
                 self._watch.put(leaves, run.values)
                 calls = pytree.tree_unflatten(leaves, structure)
+                around.enter_context(self._watch.math)
                 around.enter_context(self._watch)
             for path, args, kwargs in calls:
                 begin()
@@ -298,7 +293,7 @@ class ShapeTrace:
             raise
         except Exception as error:
             raise self._stopped(alone, error) from error
-        if not beside.same_values(followed, done):
+        if [*beside.values_left(*followed)] != [*beside.values_left(*done)]:
             raise self._unserved(_decisions(self._decided))
 
     def _interpreter(self, side: Side, numbers: ValueNumbers | None = None) -> Interpreter:
@@ -330,7 +325,7 @@ class ShapeTrace:
         around |= {path: wiring.chained(moves, around.get(path)) for path, moves in steps.items()}
         wired = self._of_both(wiring.wire(self.plan, self.names, axes, adjust, around, compiles=False), run)
         try:
-            functions = beside.PairedFunctionMode(run, adjust, amends, self.varies_inputs)
+            functions = beside.PairedFunctionMode(run, amends, self.varies_inputs)
             kept = self._forward(wired, run, functions, flow.begin)
             self.value_reads = run.values.reads
             return kept
@@ -350,7 +345,7 @@ class ShapeTrace:
             module = unwrapped(layout.submodule(self.model, path))
             forward = getattr(self.plan.forwards.get(path), "without_data", None) or own_forward(module)
             forwards[path] = partial(run.on_each_side, forwards.get(path, forward), forward)
-        around = {path: _not_in_one(run, path, moves) for path, moves in wired.around.items()}
+        around = {path: goes_around(_not_in_one, run, path, moves) for path, moves in wired.around.items()}
         around |= {path: wiring.chained(cast, around.get(path)) for path, cast in casts.items()}
         sizes = {path: self._sizes(path, local_sizes, run) for path, local_sizes in wired.sizes.items()}
         return replace(wired, forwards=forwards, around=around, sizes=sizes)
@@ -464,21 +459,12 @@ def _name_all(numbers: ValueNumbers | None, tree: Any, kind: str) -> None:
             numbers.name(leaf, kind, at)
 
 
-def _not_in_one(run: Interpreter, path: str, moves: Around) -> Around:
-    """What goes around a forward, but for one process."""
-
-    def around(inner: Forward) -> Forward:
-        moved = moves(inner)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if run.sides.at != "one":
-                return moved(*args, **kwargs)
-            with run.inside(path):
-                return inner(*args, **kwargs)
-
-        return forward
-
-    return around
+def _not_in_one(run: Interpreter, path: str, moves: Around, inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """A forward with what goes around it, but for one process."""
+    if run.sides.at != "one":
+        return moves(inner)(*args, **kwargs)
+    with run.inside(path):
+        return inner(*args, **kwargs)
 
 
 def _decisions(decided: Sequence[Decision]) -> list[Problem]:

@@ -114,10 +114,7 @@ def read(value: Any) -> Any:
         iterate: Any = _base(value).__iter__
         return (set if isinstance(value, set) else list)(iterate(value))
     if isinstance(value, CellType):
-        try:
-            return [value.cell_contents]
-        except ValueError:  # it is empty
-            return []
+        return [value.cell_contents] if value != CellType() else []  # which is empty
     if isinstance(value, FunctionType):  # of what is its module's
         namespace = {} if _is_foreign(value) else value.__globals__
         return {name: namespace[name] for name in _names(value.__code__) if name in namespace}

@@ -5,8 +5,7 @@ when none helps depends on the kind of the problem.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardfn.layout import MAPPINGS, OUT_DIM, FailedOperation, Plan, Policy, Problem, first_match, is_in, starred
 from shardfn.notation import ShardError, parse
@@ -39,8 +38,7 @@ _ADVICE = {
 }
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """Why a run did not go on: the problems that it found; what was `raised` in the module at `path`, and where."""
 
     problems: tuple[Problem, ...] = ()

@@ -229,7 +229,7 @@ class StepFinder:
 
     def _inputs(self, path: str, leaves: list[Any]) -> list[Step]:
         asked = self._asked(path, leaves) if path not in self._adjust.entries else []  # it computes with whole values
-        more = self._others(path, asked, leaves)
+        more = self._others(asked, leaves)
         if more:
             self._beside.add(path)
         asked = asked + more if path in self._adjust.several else asked
@@ -291,7 +291,7 @@ class StepFinder:
                 return [(at, a, dim) for a, dim in pairs if not (a in optional and self._uneven(x, a, dim))]
         return []
 
-    def _others(self, path: str, asked: list[tuple[int, str, int]], leaves: list[Any]) -> list[tuple[int, str, int]]:
+    def _others(self, asked: list[tuple[int, str, int]], leaves: list[Any]) -> list[tuple[int, str, int]]:
         """(leaf, axis, dim) of the other leaves that are whole, and as long as the one that is asked for is or was."""
         more = []
         for first, axis, dim in asked:

@@ -97,7 +97,7 @@ class ValueNumbers:
             kwargs = {key: x for key, x in kwargs.items() if key != "enable_gqa"}  # there are no groups
         leaves = pytree.tree_leaves((args, kwargs))
         inputs = [x for x in leaves if isinstance(x, Tensor)]
-        if name in _KEEPING and len(inputs) == len(results) == 1 and self._keeps(inputs[0], results[0], args):
+        if name in _KEEPING and len(inputs) == len(results) == 1 and _keeps(inputs[0], results[0], args):
             number = self.of(inputs[0])
             return self._number("cut", number) if name == "detach" else number
         if func in (torch.tensor, torch.as_tensor) and not inputs:  # of which the numbers are known
@@ -107,13 +107,6 @@ class ValueNumbers:
         graph = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         drawn = self.draws if self.draws > draws else 0
         return self._number(name, plain, tuple(kwargs), graph, drawn, *of_inputs)
-
-    @staticmethod
-    def _keeps(x: Tensor, result: Tensor, args: Any) -> bool:
-        """Whether there is nothing more or less in a result than in a value, nor in another order."""
-        index = args[1] if len(args) > 1 and isinstance(args[1], tuple) else args[1:2]
-        in_order = all(isinstance(at, _SLICES) for at in index) or not isinstance(args[0], Tensor)
-        return in_order and local_of(result).numel() == local_of(x).numel() and result.dtype == x.dtype
 
     def _put(self, x: Tensor, number: int) -> None:
         self._of[x] = number, self._history(x)
@@ -126,6 +119,13 @@ class ValueNumbers:
 
     def _number(self, *words: Hashable) -> int:
         return self._known.setdefault(words, len(self._known))
+
+
+def _keeps(x: Tensor, result: Tensor, args: Any) -> bool:
+    """Whether there is nothing more or less in a result than in a value, nor in another order."""
+    index = args[1] if len(args) > 1 and isinstance(args[1], tuple) else args[1:2]
+    in_order = all(isinstance(at, _SLICES) for at in index) or not isinstance(args[0], Tensor)
+    return in_order and local_of(result).numel() == local_of(x).numel() and result.dtype == x.dtype
 
 
 def _plain(leaf: Any) -> Hashable:

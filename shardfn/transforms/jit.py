@@ -274,21 +274,19 @@ def _lift_constants(graph: fx.GraphModule, real: Mapping[int, Tensor]) -> list[T
     attributes = [node for node in graph.graph.nodes if node.op == "get_attr"]
     holds = [node for node in attributes if isinstance(getattr(graph, str(node.target), None), Tensor)]
     first = next(node for node in graph.graph.nodes if node.op != "placeholder")
-    values: dict[int, Tensor] = {}  # by identity: what is written under one name is read under another
-    placeholders: dict[int, fx.Node] = {}
+    inputs: dict[int, tuple[Tensor, fx.Node]] = {}  # by identity: what one name writes is read under another
     for node in holds:
         attribute = getattr(graph, str(node.target))
         value = real.get(id(attribute), attribute)
-        if id(value) not in values:
-            values[id(value)] = value
+        if id(value) not in inputs:
             with graph.graph.inserting_before(first):
-                placeholders[id(value)] = graph.graph.placeholder(f"constant_{len(placeholders)}")
-        node.replace_all_uses_with(placeholders[id(value)])
+                inputs[id(value)] = value, graph.graph.placeholder(f"constant_{len(inputs)}")
+        node.replace_all_uses_with(inputs[id(value)][1])
     graph.graph.eliminate_dead_code()
     for name in {str(node.target) for node in holds}:
         delattr(graph, name)
     graph.recompile()
-    return list(values.values())
+    return [value for value, _ in inputs.values()]
 
 
 def _needs_values(error: BaseException) -> str:

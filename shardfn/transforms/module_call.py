@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardfn import _torch
-from shardfn.binding import Around, Forward, InnerCall, ModelBinding, Wiring, call_now, escaped
+from shardfn.binding import Forward, InnerCall, ModelBinding, Wiring, call_now, escaped, goes_around
 from shardfn.comm import all_gather_invariant, check_batch, random_numbers_of_first, weighed, wrong_inputs
 from shardfn.context import derivatives_asked_for, note_tree, recording, requires_grad
 from shardfn.engine import Borrowed, Session, recomputed
@@ -194,18 +194,17 @@ class _Call:
                 if at:
                     candidates.insert(0, candidates.pop(at))
                 return traced.adjust
-        return self._trace(key, candidates, sizes, args, kwargs)
+        return self._trace(key, candidates, sizes, leaves, args, kwargs)
 
-    def _trace(self, key: Any, known: "list[_Traced]", sizes: Any, args: Any, kwargs: Any) -> Adjustments:
+    def _trace(self, key: Any, known: "list[_Traced]", sizes: Any, leaves: Any, args: Any, kwargs: Any) -> Adjustments:
         """What a shape-only trace finds, or that one of those before is about this call too; see [Note: guards]."""
-        leaves = [*_torch.pytree.tree_leaves((args, kwargs)), *self.params.buffers.values()]
         candidates = [traced for traced in known if traced.sizes == sizes]
         calls = [("", args, kwargs)]
         trace = ShapeTrace(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method, calls)
         broken = [traced.guards.broken(leaves) for traced in candidates]
         asked = {place for traced in candidates for place in traced.asked}
         for traced, places in zip(candidates[:_TRIES], broken, strict=False):
-            unwatched = (place for place in places if place.key in asked or not Watch.serves(place.now(leaves)))
+            unwatched = (place for place in places if place.key in asked or type(place.now(leaves)) not in Watch.serves)
             if not traced.guards.answered(leaves, values=VALUES in asked) or any(True for _ in unwatched):
                 continue
             more = [*places, *(place for place, _ in traced.guards.loose.values())]
@@ -275,19 +274,16 @@ class _Call:
         history = _History(self.kept.ranks_of_sequences)
         training = tuple(module.training for module in self.model.modules())
 
-        def entry(path: str) -> Around:
-            def step(*args: Any, **kwargs: Any) -> Any:
-                args, kwargs = wiring.cast_inputs(self.plan, (args, kwargs))
-                adjust = self._step_adjustments(history, training, path, args, kwargs)
-                with self._begin(session, adjust).computes(session):
-                    output = unwrapped(submodule(self.model, path)).forward(*args, **kwargs)
-                    output = leaving(output, adjust, self.grid, self.plan)
-                    return wiring.cast_floats(output, self.plan.policy.output_dtype)
-
-            return lambda _: step
+        def step(path: str, _: Forward, /, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = wiring.cast_inputs(self.plan, (args, kwargs))
+            adjust = self._step_adjustments(history, training, path, args, kwargs)
+            with self._begin(session, adjust).computes(session):
+                output = unwrapped(submodule(self.model, path)).forward(*args, **kwargs)
+                output = leaving(output, adjust, self.grid, self.plan)
+                return wiring.cast_floats(output, self.plan.policy.output_dtype)
 
         model = self.module
-        around = {path: entry(path) for path, _ in model.named_modules()}
+        around = {path: goes_around(step, path) for path, _ in model.named_modules()}
         binding = ModelBinding(model, self.kept.names, Wiring(around=around))
         if hasattr(model, "get_compiled_call"):  # generate compiles the model for static caches; the policy, units
             vars(model)["get_compiled_call"] = lambda compile_config: model
@@ -327,29 +323,21 @@ class _Call:
         return Masks(rng, *part_over(self.grid, self.plan.roles.data))
 
 
-def _in_unit(unit: str, model: nn.Module) -> Around:
-    """What goes around the forward of a unit."""
-    here = weakref.ref(unwrapped(submodule(model, unit)))
-
-    def around(inner: Forward) -> Forward:
-        @_torch.left_by_dynamo
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            session, module = call_now().session, here()
-            assert module is not None
-            if session.computes_again(unit) and not any(map(_torch.has_forward_hooks, module.modules())):
-                try:
-                    return _recomputed(unit, module, inner, args, kwargs)
-                except Borrowed:
-                    session.runtime.recomputable.discard(unit)
-            session.enter(unit)
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                session.leave(unit)
-
-        return forward
-
-    return around
+@_torch.left_by_dynamo
+def _in_unit(unit: str, here: "weakref.ref[nn.Module]", inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a unit."""
+    session, module = call_now().session, here()
+    assert module is not None
+    if session.computes_again(unit) and not any(map(_torch.has_forward_hooks, module.modules())):
+        try:
+            return _recomputed(unit, module, inner, args, kwargs)
+        except Borrowed:
+            session.runtime.recomputable.discard(unit)
+    session.enter(unit)
+    try:
+        return inner(*args, **kwargs)
+    finally:
+        session.leave(unit)
 
 
 def _recomputed(unit: str, module: nn.Module, inner: Forward, args: Any, kwargs: Any) -> Any:
@@ -386,8 +374,7 @@ def _scores(path: str, x: Tensor, p: float, axes: Sequence[str], grid: Grid) -> 
     return call_now().session.masks.scores(path, x, p, part_over(grid, axes))
 
 
-@dataclass
-class _Traced:
+class _Traced(NamedTuple):
     """What shape-only traces found, what has to be as it was, and which changes of that need a new run at once."""
 
     adjust: Adjustments
@@ -463,7 +450,8 @@ def _bind(model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustme
     axes.varied = lambda: call_now().session.varied
     axes.gathers_again = lambda gathers: call_now().session.keeps_pieces(gathers)
     axes.drops = partial(_scores, grid=grid) if seeded else None
-    around = {unit.name: _in_unit(unit.name, model) for unit in plan.units if unit.name}
+    units = {unit.name: weakref.ref(unwrapped(submodule(model, unit.name))) for unit in plan.units if unit.name}
+    around = {unit: goes_around(_in_unit, unit, here) for unit, here in units.items()}
     around |= {name: wiring.chained(cast, around[name]) for name, cast in wiring.unit_casts(plan).items()}
     paths = dropout_modules(model) if seeded else ()
     dropouts = {path: _dropout(path, partial(offsets_of_call, path, plan, grid, adjust.splits)) for path in paths}

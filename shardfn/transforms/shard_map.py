@@ -6,10 +6,9 @@ output that differs over an axis which its spec does not name is an error.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -107,8 +106,7 @@ def _axes(*specs: Spec) -> set[str]:
     return {axis for spec in specs for factor in spec.factors for axis in factor.axes}
 
 
-@dataclass
-class _Region:
+class _Region(NamedTuple):
     """Where functions of this rank's parts run."""
 
     mesh: DeviceMesh

@@ -7,7 +7,6 @@ are not those of the leaf.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache, wraps
 from inspect import currentframe, unwrap
@@ -53,16 +52,14 @@ def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        axes = data_axes_of((args, kwargs))
-        with losses_over(axes) if axes and in_transform() else nullcontext():
-            return first_watched(*args, **kwargs)
-
-    def first_watched(*args: Any, **kwargs: Any) -> Any:
         arguments = args, kwargs
+        over = losses_over(data_axes_of(arguments) if in_transform() else ())
         if _WATCHES.get() or (key := (*code, has_parts(arguments))) in _WATCHED:
-            return func(*args, **kwargs)
+            with over:
+                return func(*args, **kwargs)
+        watches = holding(_WATCHES, True)
         try:
-            with holding(_WATCHES, True), watched_parts(arguments) as parts, _Refusing(verb), _OfParts(verb, parts):
+            with over, watches, watched_parts(arguments) as parts, _Refusing(verb), _OfParts(verb, parts):
                 out = func(*args, **kwargs)
         except RuntimeError as error:  # some of them torch refuses itself, without their name
             frames = reversed([*walk_tb(error.__traceback__)])
