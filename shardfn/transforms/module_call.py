@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardfn import _torch
-from shardfn.binding import Forward, InnerCall, ModelBinding, Wiring, call_now, escaped, goes_around
+from shardfn.binding import Forward, InnerCall, ModelBinding, Wiring, call_now, escaped, goes_around, has_attribute
 from shardfn.comm import all_gather_invariant, check_batch, random_numbers_of_first, weighed, wrong_inputs
 from shardfn.context import derivatives_asked_for, note_tree, recording, requires_grad
 from shardfn.engine import Borrowed, Session, recomputed
@@ -531,7 +532,7 @@ def _require_sizes(model: nn.Module, plan: Plan) -> None:
     for path, sizes in whole.items():
         module = unwrapped(submodule(model, path))
         for attribute, size in sizes.items():
-            have = getattr(module, attribute, None)
+            have = attrgetter(attribute)(module) if has_attribute(module, attribute) else None
             if isinstance(have, int) and have != size:
                 raise ShardError(
                     f"apply: Policy.local_sizes names {attribute!r} of {path or 'the model'!r}, which is {have}, as "

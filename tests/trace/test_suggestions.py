@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -290,15 +291,13 @@ def test_a_number_in_a_ratio_of_local_sizes() -> None:
 
 @on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 1, "tp": 2})
 def test_local_sizes_that_are_not_the_attributes_own(mesh: DeviceMesh) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-    policy = sf.Policy(
-        rules={"0.weight": "(heads@tp d) c", "1.weight": "c (heads@tp d)"},
-        sizes={"d": 2},
-        local_sizes={"0": {"out_features": "heads@tp"}},
-    )
-    params = sf.shard(model, mesh, policy)
-    with pytest.raises(sf.ShardError, match=r"names 'out_features' of '0', which is 8, as what is 4 on one rank"):
-        sf.apply(model, params, torch.ones(2, 4))
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    model[0].config = SimpleNamespace(size=8)
+    rules = {"0.weight": "(heads@tp d) c", "1.weight": "c (heads@tp d)"}
+    for name in ("out_features", "config.size"):
+        params = sf.shard(model, mesh, sf.Policy(rules=rules, sizes={"d": 2}, local_sizes={"0": {name: "heads@tp"}}))
+        with pytest.raises(sf.ShardError, match=rf"names '{name}' of '0', which is 8, as what is 4 on one rank"):
+            sf.apply(model, params, torch.ones(2, 4))
 
 
 @on_meshes({"fsdp": 1, "tp": 2})
