@@ -149,7 +149,7 @@ class Failure(NamedTuple):
     message: str
     text: str
     kinds: tuple[str, ...]
-    payload: bytes | None
+    payload: bytes  # empty where it cannot be pickled
     is_echo: bool
 
     @staticmethod
@@ -157,7 +157,7 @@ class Failure(NamedTuple):
         line = _shortened("".join(traceback.format_exception_only(type(exc), exc)).strip().split("\n")[0], 300)
         kinds = tuple(map(class_name, type(exc).__mro__))
         is_broken = isinstance(exc, RuntimeError) and _BROKEN.search(str(exc)) is not None
-        payload = None
+        payload = b""
         with contextlib.suppress(Exception):
             payload = pickle.dumps(exc)
         return Failure(line, str(exc), text or _traceback_text(exc), kinds, payload, is_echo or is_broken)
@@ -169,8 +169,7 @@ class Failure(NamedTuple):
 
     def load(self) -> BaseException:
         with contextlib.suppress(Exception):
-            if self.payload is not None:
-                return pickle.loads(self.payload)
+            return pickle.loads(self.payload)
         return RuntimeError(self.line)  # the class cannot be imported, or be built again, in this process
 
 
