@@ -302,17 +302,15 @@ class TensorWriter:
         for descriptor in self._descriptors.values():
             os.fsync(descriptor)
         names = {file.name for file in self._plan.files}
-        if self._plan.alone:
-            self._temporary(*names).replace(self._directory.joinpath(*names))
-            return
-        (self._directory / INDEX).unlink(missing_ok=True)
+        if not self._plan.alone:
+            (self._directory / INDEX).unlink(missing_ok=True)
         for name in names:
             self._temporary(name).replace(self._directory / name)
         if self._plan.index is not None:
             index = self._temporary(INDEX)
             index.write_text(self._plan.index, encoding="utf-8")
             index.replace(self._directory / INDEX)
-        for old in self._directory.iterdir():
+        for old in () if self._plan.alone else self._directory.iterdir():
             if _FILE.fullmatch(old.name) and old.name not in names:
                 old.unlink()
 

@@ -6,7 +6,7 @@ It adds no numerics: `step` is `value_and_grad`, `clip` and the optimizer's `ste
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -206,16 +206,14 @@ class Trainer(nn.Module):
     def evaluate(self, *batch: Any) -> dict[str, Any]:
         """The loss of this data rank's batch, averaged over data ranks, without an update; dropout is off meanwhile."""
         loss_fn = self._require("loss_fn", self.loss_fn)
-        modes = [(module, module.training) for module in (self, *self.module.modules())]
-        self.eval()
-        try:
+        with ExitStack() as modes:
+            for module in (self, *self.module.modules()):
+                modes.callback(setattr, module, "training", module.training)
+            self.eval()
             params = self.params
             self._held.lend(params)
             with autodiff.explained("Trainer.evaluate"):
                 loss = loss_fn(params, *batch)
-        finally:
-            for module, mode in modes:
-                module.training = mode
         return {"loss": autodiff.value_of(loss, self.params), "tokens": self._tokens(batch)}
 
     def save(self, directory: str | os.PathLike[str], **others: Any) -> Path:

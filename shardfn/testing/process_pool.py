@@ -53,8 +53,8 @@ from shardfn.layout import make_mesh
 # Imported once, before the ranks are forked. This package too, where the fork server finds the caller's copy of it.
 _PRELOAD = ("torch.distributed.tensor", "torch.distributed.checkpoint", *LAZY_MODULES)
 _ROOT = Path(__file__).parents[2]
-_PRELOAD_IF_USED = {name: name for name in ("einops", "hypothesis", "numpy", "pytest")}
-_PRELOAD_IF_USED["transformers"] = "transformers.models.llama.modeling_llama"  # with what all models there import
+# Modules of libraries that the caller has imported; that of transformers imports what all models there do.
+_PRELOAD_IF_USED = ("einops", "hypothesis", "numpy", "pytest", "transformers.models.llama.modeling_llama")
 _START_TIMEOUT = 180.0  # seconds until a new team is ready; the first one imports torch
 _GROUP_TIMEOUT = timedelta(hours=2)  # longer than any call, so that a hang is reported by `run`, with stacks
 _PATIENCE = 1.0  # seconds that ranks have to fail by themselves after the first one did
@@ -146,7 +146,7 @@ class Failure(NamedTuple):
     message: str
     text: str
     kinds: tuple[str, ...]
-    payload: bytes | None
+    payload: bytes  # empty where it cannot be pickled
     is_echo: bool
 
     @staticmethod
@@ -154,7 +154,7 @@ class Failure(NamedTuple):
         line = _shortened("".join(traceback.format_exception_only(type(exc), exc)).strip().split("\n")[0], 300)
         kinds = tuple(map(class_name, type(exc).__mro__))
         is_broken = is_of_peers(exc) or is_of_peers(exc.__cause__)
-        payload = None
+        payload = b""
         with contextlib.suppress(Exception):
             payload = pickle.dumps(exc)
         return Failure(line, str(exc), text or _traceback_text(exc), kinds, payload, is_echo or is_broken)
@@ -166,8 +166,7 @@ class Failure(NamedTuple):
 
     def load(self) -> BaseException:
         with contextlib.suppress(Exception):
-            if self.payload is not None:
-                return pickle.loads(self.payload)
+            return pickle.loads(self.payload)
         return RuntimeError(self.line)  # the class cannot be imported, or be built again, in this process
 
 
@@ -298,7 +297,7 @@ _this_rank: list[int] = []  # in a worker: its rank
 
 def start_server() -> None:
     """Start the process from which ranks are forked, with what they all import, unless it runs already."""
-    used = [module for name, module in _PRELOAD_IF_USED.items() if name in sys.modules]
+    used = [module for module in _PRELOAD_IF_USED if module.partition(".")[0] in sys.modules]
     spec = PathFinder.find_spec("shardfn", [os.getcwd(), str(_ROOT)])  # as the server looks for it
     same = spec is not None and spec.origin == str(_ROOT / "shardfn" / "__init__.py")
     this_module = [__name__] if same and not sys.flags.ignore_environment else []

@@ -154,16 +154,14 @@ def mesh_of_ranks(
     """
     if device_mesh is not None and placed:
         return across("FullyShardedDataParallel", device_mesh, OWN_AXES[-device_mesh.ndim :], placed)
-    if device_mesh is not None and strategy in HYBRID:
+    if strategy not in HYBRID:
+        group = device_mesh.get_group(0) if device_mesh is not None else process_group
+        return mesh_of([group if group is not None else _get_default_group()], kind, OWN_AXES[1:])
+    if device_mesh is not None:
         return mesh_of(device_mesh.get_all_groups(), kind, OWN_AXES, device_mesh.mesh)
-    if process_group is not None and strategy in HYBRID:
+    if process_group is not None:
         shard, replicate = process_group
         return mesh_of([replicate, shard], kind, OWN_AXES)
-    if device_mesh is not None:
-        process_group = device_mesh.get_group(0)
-    group = process_group if process_group is not None else _get_default_group()
-    if strategy not in HYBRID:
-        return mesh_of([group], kind, OWN_AXES[1:])
     world = dist.get_world_size()  # ranks that share a machine: torchrun says so; else one a device; else all of them
     said = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.cuda.device_count() or world
     per_node = said if world % said == 0 else world

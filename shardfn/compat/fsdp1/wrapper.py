@@ -82,13 +82,6 @@ class _OfModule:
         return getattr(super(self._owner, owner if module is None else module), self._name)
 
 
-class _CachedOfModule(_OfModule):
-    """The same for a value that the module keeps."""
-
-    def __get__(self, module: nn.Module | None, owner: type) -> Any:
-        return super().__get__(module, owner) if module is None else getattr(module.__dict__[WRAPPED], self._name)
-
-
 @functools.cache
 def _class_before(fsdp: type, model: type) -> Any:
     """The class of an instance of `fsdp` that stands before a `model`."""
@@ -97,7 +90,8 @@ def _class_before(fsdp: type, model: type) -> Any:
     mine = frozenset(chain.from_iterable(vars(cls) for cls in fsdp.__mro__ if cls not in model.__mro__))
     for name, value in _attributes(model).items():
         if name not in mine and not hasattr(type(value), "__set__"):
-            namespace[name] = _CachedOfModule() if isinstance(value, functools.cached_property) else _OfModule()
+            kept = isinstance(value, functools.cached_property)  # by the module itself
+            namespace[name] = property(attrgetter(f"_fsdp_wrapped_module.{name}")) if kept else _OfModule()
     return type(model)(fsdp.__name__, bases, namespace | {"_stands_for": fsdp, "_own_names": mine | {"forward"}})
 
 

@@ -314,9 +314,7 @@ def _require_whole(module: nn.Module, leave: set[int], dims: Any) -> None:
         ValueError: with the words of torch.
     """
     done = leave | shards_in(module)
-    for parameter in module.parameters():
-        if not isinstance(parameter, DTensor) or id(parameter) in done:
-            continue
+    for parameter in (p for p in _dtensors(module) if id(p) not in done):
         names = list(parameter.device_mesh.mesh_dim_names or ())
         for kind, name in [("shard", n) for n in dims.shard_names] + [("replicate", n) for n in dims.replicate_names]:
             placement = parameter.placements[names.index(name)]
