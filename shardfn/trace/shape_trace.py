@@ -5,7 +5,6 @@ It finds sizes taken from the configuration instead of the tensors, adds the col
 (see [Note: where a pvary goes]), and counts the bytes of activations that travel.
 """
 
-import random
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
@@ -238,10 +237,9 @@ class ShapeTrace:
                 if place.table is not None:
                     place.table[place.name] = blank = to_meta(place.table[place.name], run.values)
                     _name_all(run.numbers, blank, f"attribute {place.name} of {id(place.table)}")
-            around.callback(random.setstate, random.getstate())
             modules = ModelBinding(self.model, self.names, wired)
             modules.prepare()
-            draws = torch.random.fork_rng([])  # random numbers go on from where they were, and Python's
+            draws = torch.random.fork_rng([])  # random numbers go on from where they were
             noted = reads_noted(self.model, self.reads), watched(run.note_collective), run.sides.run()
             for mode in (modules.computes(weights), draws, *noted, run, functions, torch.enable_grad()):
                 around.enter_context(mode)

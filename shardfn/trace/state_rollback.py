@@ -1,16 +1,21 @@
 """What Python code can reach and change that is no tensor: containers, objects, closures and globals.
 
 A shape-only trace goes through the user's modules and code, which assign attributes, or collect outputs in a list that
-a hook has in its closure. `undone` puts all of it back, also what this library puts into modules for such a run.
+a hook has in its closure. `undone` puts all of it back, also what this library puts into modules for such a run: and
+where sources of random numbers, arrays and files are. What is taken from an iterator cannot be put back.
 """
 
+import gc
+import random
+import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from io import IOBase
 from itertools import chain, islice
-from operator import is_
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from operator import is_, length_hint
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 import torch
@@ -18,11 +23,13 @@ from torch import Tensor, nn
 
 from shardfn._torch import forward_hooks
 from shardfn.layout import OWN, class_of, unwrapped
+from shardfn.notation import ShardError
 from shardfn.trace.meta_values import is_cache
 
 _DEPTH = 8  # how many steps are followed from a module, an argument or a hook
 _NEAR = 3  # the same, of what is looked at in every call
 _MOST = 2**12  # items of a container that are looked into
+_LARGE = 2**20  # numbers of an array that is not copied
 _FOREIGN = {"torch", "shardfn", "numpy", "builtins", "logging", "functools", "typing", "enum"}
 _PLAIN = (str, bytes, int, float, complex, type(None), Tensor, nn.Module, type, ModuleType, torch.dtype, torch.device)
 _ENDS = (*_PLAIN, FunctionType, MethodType, partial)  # also where functions are not followed
@@ -32,6 +39,7 @@ _CONTAINERS = (OrderedDict, dict, list, deque, set)  # read and written as such:
 _TORCHS = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_compiled_call_impl"}  # attributes of its own
 
 Contents = dict[int, tuple[Any, Any]]  # by identity, what can be changed in place, and what it holds
+_Back = dict[int, Callable[[], Any]]  # by identity, what brings a source of numbers or items to where it was
 
 
 class ReachableState:
@@ -39,20 +47,24 @@ class ReachableState:
 
     def __init__(self, model: nn.Module, *roots: Any) -> None:
         self._found: Contents = {}
+        self._back: _Back = {}
         # What the last run has put into it that outlives a forward: tensors, whole numbers, words, attributes.
         self.collected: list[Any] = []
         modules = [unwrapped(module) for module in model.modules()]
         self._tables = {id(vars(module)) for module in modules}
+        numpy: Any = sys.modules.get("numpy")
+        roots = (*roots, random.random, None if numpy is None else numpy.random.random)  # with those of everybody
         for cls in users_classes(model):
-            _follow([x for x in vars(cls).values() if isinstance(x, FunctionType)], _DEPTH, self._found)
+            functions = [x for x in vars(cls).values() if isinstance(x, FunctionType)]
+            _follow(functions, _DEPTH, self._found, back=self._back)
         for module in modules:
             self._found[id(vars(module))] = vars(module), dict(vars(module))
             for name, value in vars(module).items():
                 if not name.startswith(OWN):
-                    _follow(value, _DEPTH, self._found)
+                    _follow(value, _DEPTH, self._found, back=self._back)
         for hooks in forward_hooks(model):
-            _follow(tuple(hooks.values()), _DEPTH, self._found)
-        _follow(roots, _DEPTH, self._found)
+            _follow(tuple(hooks.values()), _DEPTH, self._found, back=self._back)
+        _follow(roots, _DEPTH, self._found, back=self._back)
         self._of_caches: Contents = {}  # which keep parts for the next call
         for value, _ in list(self._found.values()):
             if is_cache(value):
@@ -60,8 +72,13 @@ class ReachableState:
 
     @contextmanager
     def undone(self, arguments: Iterable[Any]) -> Iterator[None]:
-        """Afterwards all of it, and what the arguments of a run can reach, holds again what it held before."""
-        reached = reach(x for x in arguments if not is_cache(x))
+        """Afterwards all of it, and what the arguments of a run can reach, holds again what it held before.
+
+        Raises:
+            ShardError: something was taken from an iterator.
+        """
+        back = dict(self._back)
+        reached = reach((x for x in arguments if not is_cache(x)), back)
         self.collected = []
         try:
             yield
@@ -76,25 +93,31 @@ class ReachableState:
                         new = [item for item in _items(now) if id(item) not in before]
                         self.collected += [x for item in new for x in _kept(item, _NEAR)]
                     _write(value, held)
+            for to_here in back.values():
+                to_here()
 
 
-def reach(values: Iterable[Any]) -> Contents:
+def reach(values: Iterable[Any], back: _Back | None = None) -> Contents:
     """What these values lead to that can be changed in place, and what is in it; functions are not followed."""
     reached: Contents = {}
     for value in values:
-        _follow(value, _NEAR, reached, _ENDS)
+        _follow(value, _NEAR, reached, _ENDS, back)
     return reached
 
 
-def _follow(value: Any, depth: int, reached: Contents, ends: tuple[type, ...] = _PLAIN) -> None:
+def _follow(
+    value: Any, depth: int, reached: Contents, ends: tuple[type, ...] = _PLAIN, back: _Back | None = None
+) -> None:
     """Note what can be changed in place, and what it leads to; not what is at the ends."""
     if not depth or isinstance(value, ends) or id(value) in reached:
         return
     held = read(value)
     if held is not None:
         reached[id(value)] = value, held
+    if back is not None and id(value) not in back and (to_here := _way_back(value)) is not None:
+        back[id(value)] = to_here
     for item in islice(chain(_items(held), _leads_to(value)), _MOST):
-        _follow(item, depth - 1, reached, ends)
+        _follow(item, depth - 1, reached, ends, back)
 
 
 def _kept(value: Any, depth: int) -> Iterator[Any]:
@@ -144,6 +167,50 @@ def _write(value: Any, held: Any) -> None:
             object.__setattr__(value, name, item)
 
 
+def _way_back(value: Any) -> Callable[[], Any] | None:
+    """What brings a source of numbers or items to where it is now; None of what is none."""
+    numpy: Any = sys.modules.get("numpy")
+    match value:
+        case torch.Generator():
+            return partial(value.set_state, value.get_state())
+        case random.Random():
+            return partial(value.setstate, value.getstate())
+        case IOBase():
+            return partial(value.seek, value.tell()) if not value.closed and value.seekable() else None
+        case Iterator() if _is_builtin(value):
+            return partial(_require_untouched, value, _left(value))
+        case _ if numpy is None:
+            return None
+        case numpy.random.RandomState():
+            return partial(value.set_state, value.get_state())
+        case numpy.random.Generator():
+            return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+        case numpy.ndarray() if value.flags.writeable and value.size <= _LARGE:
+            return partial(numpy.copyto, value, value.copy())
+    return None
+
+
+def _require_untouched(source: Iterator[Any], left: list[Any]) -> None:
+    if _left(source) != left:
+        raise ShardError(
+            f"apply: the forward takes items from a {type(source).__name__}, and a run of it without data has taken "
+            "them already. Hand over a list, such as list(items), or call next() before the forward"
+        )
+
+
+def _left(source: Iterator[Any], depth: int = _NEAR) -> list[Any]:
+    """What is otherwise when something has been taken from an iterator, or from one that it takes from."""
+    frame = getattr(source, "gi_frame", None)
+    at = [] if frame is None else [frame.f_lasti, *map(id, frame.f_locals.values())]
+    held = (x if isinstance(x, tuple) else (x,) for x in gc.get_referents(source))
+    inner = [x for x in chain.from_iterable(held) if depth and isinstance(x, Iterator) and _is_builtin(x)]
+    return [frame is None, repr(source), length_hint(source, -1), at, *(_left(x, depth - 1) for x in inner)]
+
+
+def _is_builtin(value: Any) -> bool:
+    return type(value).__module__ in ("builtins", "itertools")
+
+
 def alike(now: Any, held: Any) -> bool:
     """Whether something holds the very values that it held."""
     if isinstance(held, set):
@@ -163,6 +230,8 @@ def _leads_to(value: Any) -> tuple[Any, ...]:
             return value
         case MethodType():
             return value.__self__, value.__func__
+        case BuiltinMethodType() | MethodWrapperType():
+            return (value.__self__,)
         case partial():
             return value.func, value.args, value.keywords
         case FunctionType() if not _is_foreign(value):

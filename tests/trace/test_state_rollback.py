@@ -1,0 +1,120 @@
+"""What a run without data changes is as it was: sources of random numbers, arrays, files; iterators are refused."""
+
+import io
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+from shardfn.testing import on_meshes
+
+RULES = {"up.weight": "f@tp c", "down.weight": "c f@tp"}
+X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
+
+
+class Net(nn.Module):
+    def __init__(self, forward: Callable[[Callable[[Tensor], Tensor], Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16, dtype=torch.float64), nn.Linear(16, 6, dtype=torch.float64)
+        self.given = forward
+
+    def forward(self, x: Tensor, source: Any) -> Tensor:
+        return self.given(lambda x: self.down(self.up(x).tanh()), x, source)
+
+
+def _drawn(f: Callable[[Tensor], Tensor], x: Tensor, draw: Callable[[], Any]) -> Tensor:
+    return f(x) * float(draw())
+
+
+def _noisy(f: Callable[[Tensor], Tensor], x: Tensor, generator: torch.Generator) -> Tensor:
+    return f(x + torch.randn(x.shape, generator=generator, dtype=x.dtype))
+
+
+def _counted(f: Callable[[Tensor], Tensor], x: Tensor, seen: Any) -> Tensor:
+    seen += 1
+    return f(x) * float(seen[0])
+
+
+def _looped(f: Callable[[Tensor], Tensor], x: Tensor, items: Any) -> Tensor:
+    for item in items:
+        x = x + f(x) * item
+    return x
+
+
+def _unused(f: Callable[[Tensor], Tensor], x: Tensor, items: Any) -> Tensor:
+    return f(x)
+
+
+def _of_numpy() -> Callable[[], Any]:
+    np.random.seed(0)
+    return np.random.rand
+
+
+def _endless() -> Iterator[float]:
+    number = 1.0
+    while True:
+        number += 1
+        yield number
+
+
+def _begun() -> Iterator[float]:
+    numbers = _endless()
+    next(numbers)
+    return itertools.islice(numbers, 2)
+
+
+SOURCES: dict[str, tuple[Any, Callable[[], Any]]] = {
+    "Random": (_drawn, lambda: random.Random(0).random),
+    "numpy": (_drawn, _of_numpy),
+    "a Generator of numpy": (_drawn, lambda: np.random.default_rng(0).random),
+    "a file": (_drawn, lambda: io.StringIO("2\n3\n").readline),
+    "a Generator of torch": (_noisy, lambda: torch.Generator().manual_seed(0)),
+    "an array": (_counted, lambda: np.zeros(3)),
+    "keys": (_looped, lambda: {1.0: 0, 2.0: 0}.keys()),
+    "an iterator that nobody asks": (_unused, lambda: iter([1.0, 2.0])),
+}
+
+ITERATORS: dict[str, Callable[[], Iterator[float]]] = {
+    "list_iterator": lambda: iter([1.0, 2.0]),
+    "dict_keyiterator": lambda: iter({1.0: 0, 2.0: 0}),
+    "generator": lambda: (item for item in (1.0, 2.0)),
+    "map": lambda: map(float, ("1", "2")),
+    "chain": lambda: itertools.chain([1.0], [2.0]),
+    "islice": _begun,
+}
+
+
+def _both(mesh: DeviceMesh, forward: Any, make: Callable[[], Any]) -> None:
+    model = Net(forward)
+    for one in model.parameters():
+        nn.init.constant_(one, 0.1)
+    params = sf.shard(model, mesh, sf.Policy(rules=RULES))
+    source = make()
+    ours = [sf.apply(model, params, X, source) for _ in range(2)]
+    source = make()
+    torch.testing.assert_close(ours, [model(X, source) for _ in range(2)])
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+@pytest.mark.parametrize("name", SOURCES)
+def test_sources_go_on_from_where_they_were(mesh: DeviceMesh, name: str) -> None:
+    _both(mesh, *SOURCES[name])
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_what_is_taken_from_an_iterator_is_refused(mesh: DeviceMesh) -> None:
+    for name, make in ITERATORS.items():
+        with pytest.raises(sf.ShardError, match=rf"takes items from a {name}, .* Hand over a list"):
+            _both(mesh, _looped, make)
+        _both(mesh, _looped, lambda make=make: [*make()])
+    kept = Net(lambda f, x, _: f(x) * next(numbers))
+    numbers = itertools.count(1)
+    with pytest.raises(sf.ShardError, match=r"takes items from a count"):
+        sf.apply(kept, sf.shard(kept, mesh, sf.Policy(rules=RULES)), X, None)
