@@ -19,7 +19,6 @@ enough, a second run tries less: the gathered input varies (backward: a reduce-s
 output is scattered where it is made.
 """
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import partial
 from math import prod
@@ -246,21 +245,16 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
     return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
 
 
-_ADVICE = {
-    r"cannot be called on meta|aten::_local_scalar_dense|aten::is_nonzero": "Numbers that are made of floats are not "
-    "known before the forward: compute with the tensor, as in x * x.mean() for x * x.mean().item() and "
-    "torch.where(x.mean() > 0, a, b) for an `if`, or pass the number as an argument.",
-    "functorch transform|saved tensor hooks|BatchedTensorImpl|invalid gradient": "Derivatives and vmap are served "
-    "around a forward, not inside of it: torch.func.grad(lambda y: sf.apply(model, params, y).sum())(x), where vmap, "
-    "jvp or torch.autograd.grad may stand, too.",
-}
+AROUND = (
+    "Derivatives and vmap are served around a forward, not inside of it: torch.func.grad(lambda y: sf.apply(model, "
+    "params, y).sum())(x), where vmap, jvp or torch.autograd.grad may stand, too."
+)
 
 
 def advice_on(plan_: Plan, buffers: Mapping[str, Tensor], error: Exception) -> str:
     """What to write when a forward fails with words of torch that name another cause; empty if it is none of those."""
-    for pattern, advice in _ADVICE.items():
-        if re.search(pattern, str(error)):
-            return advice
+    if "saved tensor hooks" in str(error):
+        return AROUND
     low = plan_.policy.compute_dtype
     names = [name for name, x in buffers.items() if x.is_floating_point() and x.dtype != low]
     if low is None or "dtype" not in str(error) or not names:

@@ -30,7 +30,7 @@ from shardfn.trace.interpreter import Interpreter
 from shardfn.trace.meta_values import ValueReads, to_meta
 from shardfn.trace.paired_sizes import Decision, Paired, Side, Size
 from shardfn.trace.state_rollback import ReachableState
-from shardfn.trace.suggestions import Failure, Unserved, advice, changes, described, header, over, said
+from shardfn.trace.suggestions import Failure, Unserved, advice, changes, described, header, of_torch, over, said
 from shardfn.trace.traced_axes import StepFinder, TracedAxes
 from shardfn.trace.value_numbering import ValueNumbers
 
@@ -363,9 +363,9 @@ class ShapeTrace:
         if decided and not self._fails_in(adjust, "rank"):  # as it does the way of one process
             return self._unserved(_decisions(decided))
         why = self._fails_in(adjust, "one")
-        if advice := wiring.advice_on(self.plan, self._buffers, error):
+        if written := of_torch(error) or wiring.advice_on(self.plan, self._buffers, error):
             where = why or f"{run.failed_at or type(self.model).__name__!r}: {error}"
-            return ShardError(f"apply: a run of the forward without data failed in {where}\n{advice}")
+            return ShardError(f"apply: a run of the forward without data failed in {where}\n{written}")
         if not why:
             return self._stopped(run, error)
         return ShardError(

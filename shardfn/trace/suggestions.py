@@ -4,11 +4,13 @@ A change is only offered after a further run with it has gone to its end; `shape
 when none helps depends on the kind of the problem.
 """
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardfn.layout import MAPPINGS, OUT_DIM, FailedOperation, Plan, Policy, Problem, first_match, is_in, starred
 from shardfn.notation import ShardError, parse
+from shardfn.parallel import wiring
 
 _PARALLEL = "give the module a parallel forward: Policy(compute={path: fn}), or @sf.register for its class."
 _SIZES = (
@@ -36,6 +38,24 @@ _ADVICE = {
     "an eps. The gradient of a norm has no gradient there: (x.square().sum(-1, keepdim=True) + 1e-12).sqrt() has.",
     "twice": "Leave that collective out where the value is split already.",
 }
+
+
+_OF_TORCH = {
+    "functorch transform|BatchedTensorImpl|invalid gradient": wiring.AROUND,
+    "cannot be called on meta|aten::_local_scalar_dense|aten::is_nonzero": "Numbers that are made of floats are not "
+    "known before the forward: compute with the tensor, as in x * x.mean() for x * x.mean().item() and "
+    "torch.where(x.mean() > 0, a, b) for an `if`, or pass the number as an argument; torch.distributions take "
+    "validate_args=False.",
+    "'lengths' argument": "Packed sequences cannot be followed: pad them, and mask what is padded.",
+    "Cannot copy out of meta": "Something without data is written into a tensor that has some. Pass that tensor as an "
+    "argument, in a tuple, list or dict, or make it a buffer.",
+    "ContextVar name='sides'": "A thread of its own computes a module; call modules in that of the forward.",
+}
+
+
+def of_torch(error: Exception) -> str:
+    """What to write when a run without data fails with words of torch that name another cause; else empty."""
+    return next((advice for pattern, advice in _OF_TORCH.items() if re.search(pattern, str(error))), "")
 
 
 class Failure(NamedTuple):

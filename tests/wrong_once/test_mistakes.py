@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import einops
@@ -117,6 +118,20 @@ def _around(mesh: DeviceMesh) -> Any:
         return torch.func.grad(lambda y: sf.apply(model, params, y).sum())(x).square().mean()
 
     return sf.grad(loss)(params, X)
+
+
+class _Cached(nn.Sequential):
+    def forward(self, input: Tensor, cache: Any) -> Tensor:
+        out = super().forward(input)
+        seen = cache["seen"] if isinstance(cache, dict) else cache.seen
+        seen[0] = out
+        return out + seen.sum(0)
+
+
+def _cached(mesh: DeviceMesh, cache: Any) -> Any:
+    model = _Cached(*_mlp().children())
+    with torch.no_grad():
+        return sf.apply(model, _tree(mesh, model), X, cache)
 
 
 def _slope(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -289,6 +304,11 @@ MISTAKES: dict[str, Mistake] = {
         lambda mesh: _inside(mesh, lambda f, x: f(x * 2) if x.mean() > 0 else f(x)),
         r"torch\.where\(x\.mean\(\) > 0, a, b\) for an `if`",
         lambda mesh: _inside(mesh, lambda f, x: torch.where(x.mean() > 0, f(x * 2), f(x))),
+    ),
+    "a cache that an object holds": Mistake(
+        lambda mesh: _cached(mesh, SimpleNamespace(seen=torch.zeros(2, 4, 8))),
+        r"Pass that tensor as an argument, in a tuple, list or dict",
+        lambda mesh: _cached(mesh, {"seen": torch.zeros(2, 4, 8)}),
     ),
     "a loop over heads": Mistake(
         lambda mesh: _heads(mesh, _by_loop),
