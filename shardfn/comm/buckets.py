@@ -174,13 +174,11 @@ class BucketOnGrid:
 
     @cached_property
     def collectives(self) -> list[AnyAxisCollective]:
-        """One for each axis to gather over, in the order of gathering."""
-        return _collectives(self.leaves, self.bucket.axes, self.grid, host=self.host)
+        """One for each axis to gather over, in the order of gathering.
 
-    @cached_property
-    def moves_data(self) -> bool:
-        """Whether gathering moves data; otherwise the gathered tensors are the shards themselves, or copies of them."""
-        return bool(self.collectives)
+        Without any the gathered tensors are the shards themselves, or copies of them.
+        """
+        return _collectives(self.leaves, self.bucket.axes, self.grid, host=self.host)
 
     @cached_property
     def idle(self) -> bool:
@@ -248,20 +246,19 @@ class BucketOnGrid:
         return split_flat(memory.tensor(sum(map(prod, self._shard_shapes)), dtype), self._shard_shapes)
 
     def gather_steps(self, shards: Sequence[Tensor]) -> Steps:
-        """Local shards -> one flat tensor, whole over the data axes, in the bucket's dtype; for `wholes_of`."""
+        """Local shards -> one flat tensor, whole over the data axes, in the bucket's dtype.
+
+        `wholes_of` of the last of the collectives takes it apart.
+        """
         if len(self.collectives) == 1:
             return self.collectives[0].gather(shards, self.bucket.dtype, self.buffers)
         return gather_steps(self.collectives, shards, self.bucket.dtype, self.buffers)
 
-    def wholes_of(self, flat: Tensor) -> list[Tensor]:
-        """The leaves in what `gather_steps` makes."""
-        return self.collectives[-1].wholes_of(flat)
-
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Local shards -> tensors whole over the data axes, in the bucket's dtype; without a collective, the shards."""
-        if not self.moves_data:
+        if not self.collectives:
             return self.unmoved(shards)
-        return self.wholes_of(*AsyncCollective(self.gather_steps(shards)).finish())
+        return self.collectives[-1].wholes_of(*AsyncCollective(self.gather_steps(shards)).finish())
 
     def reduce_steps(self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Reduction) -> Steps:
         """Pending gradients, whole over the data axes -> this rank's shards of their sum or mean, in `dtypes`.

@@ -163,7 +163,7 @@ class Runtime:
         self.order = Order(grid)
         self.units = {unit.name: unit for unit in plan.units}
         self.leaves_of = {unit.name: [name for b in unit.buckets for name in b.leaves] for unit in plan.units}
-        moving = {unit for (unit, _), on_grid in self.bucket_of.items() if on_grid.moves_data}
+        moving = {unit for (unit, _), on_grid in self.bucket_of.items() if on_grid.collectives}
         regather = {name for name, unit in self.units.items() if unit.regather}
         self.frees = regather & moving if not _torch.simulated() else set[str]()
         self.watched: set[Hashable] = set()  # ways in which units computed again, see remat.py
