@@ -64,11 +64,10 @@ def gather_steps(
 ) -> Steps:
     """shards -> one flat tensor of whole leaves in `dtype`; the first collective undoes the innermost split."""
     *inner, last = collectives
-    tensors = shards
     for collective in inner:
-        (flat,) = yield from collective.gather(tensors, dtype, buffers)
-        tensors = collective.wholes_of(flat)
-    return (yield from last.gather(tensors, dtype, buffers))
+        (flat,) = yield from collective.gather(shards, dtype, buffers)
+        shards = collective.wholes_of(flat)
+    return (yield from last.gather(shards, dtype, buffers))
 
 
 def gather_leaves(
@@ -271,14 +270,12 @@ class BucketOnGrid:
         if callable(op):
             flat, shards = self._reduced_by(op, wholes, dtype)
             return (yield from self._finished_shards(flat, shards, dtypes))
-        tensors: Sequence[Tensor | None] = wholes
-        shards: Cut
         if self.collectives:
             *outer, last = reversed(self.collectives)
             for collective in outer:
-                (flat,) = yield from collective.reduce(tensors, dtype, self.buffers, self.buffers)
-                tensors, dtype = collective.shards_of(flat), flat.dtype
-            (flat,) = yield from last.reduce(tensors, dtype, self.buffers, self._results)
+                (flat,) = yield from collective.reduce(wholes, dtype, self.buffers, self.buffers)
+                wholes, dtype = collective.shards_of(flat), flat.dtype
+            (flat,) = yield from last.reduce(wholes, dtype, self.buffers, self._results)
             shards = last.shards_of
         else:
             flat, shards = self._unmoved_gradients(wholes, dtype)
