@@ -171,8 +171,7 @@ class Runtime:
         inner = {name for name in self.frees if any(other.startswith(f"{name}.") for other in self.units)}
         self.recomputable = self.frees - inner - {""}
         # Parameters that a module sees exactly as they are stored, which is most of them, need no further view.
-        single = {name: layout.leaves[0] for name, layout in plan.layouts.items() if len(layout.leaves) == 1}
-        self.plain = {name: {*x.merges} <= {1} and x.shape == x.extent for name, x in single.items()}
+        self.plain = {name: layout.plain for name, layout in plan.layouts.items()}
         self.placed = _placed_specs(plan, grid)  # see [Note: placed parameters]
         self.neighbours = _neighbours(plan, grid)  # of the units that stay split over some of the ranks
         self.strided: dict[Any, Any] = {}  # shapes, strides and offsets of views that autograd saves, once each
