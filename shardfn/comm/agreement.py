@@ -163,20 +163,17 @@ def check_batch(grid: Grid, compute: Sequence[str], batch: Any, problem: str | N
     Raises:
         ShardError: the batches differ, or this or another rank has a problem.
     """
-    if problem is not None and grid.pure:
+    rows = [] if grid.pure else exchange_numbers(grid.mesh, [_fingerprint(batch), problem is not None])
+    if problem is not None:
         raise ShardError(problem)
-    if not grid.pure:
-        rows = exchange_numbers(grid.mesh, [_fingerprint(batch), problem is not None])
-        prints, failed = zip(*rows, strict=True)
-        if problem is not None:
-            raise ShardError(problem)
-        if bad := sum(failed):
-            raise ShardError(f"apply: {bad} other ranks cannot use their inputs; their messages say why")
-    elif simulated():  # one process has the batches of all ranks
+    if bad := sum(failed for _, failed in rows):
+        raise ShardError(f"apply: {bad} other ranks cannot use their inputs; their messages say why")
+    prints = [fingerprint for fingerprint, _ in rows]
+    if grid.pure and not simulated():  # recorded ones have no values
+        return
+    if grid.pure:  # one process has the batches of all ranks
         parts = (pytree.tree_map(partial(part_of_rank, rank=rank), batch) for rank in grid.ranks())
         prints = [*map(_fingerprint, parts)]
-    else:  # recorded ones have no values
-        return
     prints_at = dict(zip((tuple(grid.coords_of(rank).values()) for rank in grid.ranks()), prints, strict=True))
     for axis in compute:
         number = list(grid.sizes).index(axis)
