@@ -215,11 +215,11 @@ def transfer_of(
     for index, split in enumerate(together, first):
         part = parts.narrow(1, starts[index] - starts[first], split.numel).view(ranks, *split.chunk)
         for from_, to in split.pairs(part, torch.empty(split.whole, device="meta")):
-            place = view_of(to)
+            place, start = view_of(to), wholes[index]
             transfer.leaves.append(index)
             transfer.parts.append(view_of(from_))
             transfer.in_leaf.append(place)
-            transfer.in_whole.append(place.moved(wholes[index]))
+            transfer.in_whole.append(place._replace(offset=place.offset + start, end=place.end + start))
     return transfer
 
 
