@@ -62,12 +62,8 @@ def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         >>> mesh = sf.make_mesh("cpu", tp=1)
         >>> exchange_flat(torch.arange(3), mesh.get_group("tp"))
         tensor([0, 1, 2])
-
-    Raises:
-        ShardError: W does not divide the length.
     """
     size = group.size()
-    _check_parts("exchange_flat", x, size)
     x = x.detach().contiguous()  # [W*n]
     if size == 1:
         return x
@@ -99,10 +95,9 @@ def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
         tensor([0, 1, 2])
 
     Raises:
-        ShardError: W does not divide the length, or the dtype is none that adds (bool, float8).
+        ShardError: the dtype is none that adds (bool, float8).
     """
     size = group.size()
-    _check_parts("scatter_sum_flat", full, size)
     check_addable("scatter_sum_flat", full)
     full = full.detach().contiguous()  # [W*n]
     if size == 1:
@@ -260,12 +255,6 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """What moves the data of a device in a group: `"gloo"`, `"nccl"`, ..."""
     config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
     return config.partition(f"{device.type}:")[2].partition(",")[0]
-
-
-def _check_parts(name: str, x: Tensor, size: int) -> None:
-    if x.numel() % size:
-        why = f"{name}: the flat tensor has {x.numel()} elements, the group {size} ranks"
-        raise ShardError(f"{why}, {x.numel()} % {size} = {x.numel() % size}. Pad it to a multiple of {size}.")
 
 
 def check_addable(name: str, x: Tensor) -> None:
