@@ -2,7 +2,7 @@
 
 `gather_flat`, `scatter_sum_flat`, `sum_flat_`, `exchange_flat`: W is the size of the group, n the length of one part.
 Data moves as bytes, so that a backend which lacks a dtype (gloo: float8, int16) moves it all the same. None
-communicates on a meta tensor or over a single rank.
+communicates over a single rank, nor `gather_flat` and `sum_flat_` on a meta tensor; the others get none.
 """
 
 from collections.abc import Callable, Generator
@@ -67,8 +67,6 @@ def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.detach().contiguous()  # [W*n]
     if size == 1:
         return x
-    if x.is_meta:
-        return torch.empty_like(x)
     if _torch.has_no_memory():
         return _torch.waited(_torch.exchanging(x, group))
     received = torch.empty_like(x)
@@ -102,8 +100,6 @@ def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
     full = full.detach().contiguous()  # [W*n]
     if size == 1:
         return full
-    if full.is_meta:
-        return full.new_empty(full.numel() // size)
     if torch.compiler.is_compiling():  # a graph has no works to wait for
         part = full.new_empty(full.numel() // size)  # [n]
         _torch.reduce_scatter_single(part, full, group=group)
