@@ -434,9 +434,8 @@ class ReduceBucket(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.on_grid, ctx.op = inputs[0], inputs[1]
-        ctx.dtypes = [None if grad is None else grad.dtype for grad in inputs[3:]]
-        ctx.shards = inputs[2]
+        ctx.on_grid, ctx.op, ctx.shards, *grads = inputs
+        ctx.dtypes = [None if grad is None else grad.dtype for grad in grads]
         ctx.set_materialize_grads(False)  # torch's zeros would be plain tensors of the global shape
 
     @staticmethod
