@@ -33,7 +33,7 @@ from shardfn.comm.packing import (
     undone,
 )
 from shardfn.comm.raw_collectives import AsyncCollective, Steps, accumulation_dtype, backend_of, sum_steps
-from shardfn.layout import Bucket, Grid, Leaf, Plan, Reduction, chunk, clear_padding_, local_slice, per_rank
+from shardfn.layout import Bucket, Grid, Leaf, Plan, Reduction, clear_padding_, local_slice, nested_chunk, per_rank
 from shardfn.notation import ShardError
 
 Batch = tuple[int, ...]  # dims in front of a leaf, by `vmap`, outermost first
@@ -122,12 +122,6 @@ def whole(tensor: DTensor) -> Tensor:
     simple = all(type(p) is Shard or p.is_replicate() or p.is_partial("sum") for p in placements)
     if not simple or has_no_memory() or simulated() or mesh.get_coordinate() is None:
         return tensor.full_tensor().detach()
-    shapes = [list(tensor.shape)]  # before each split
-    for axis, placement in enumerate(placements):
-        shape = list(shapes[-1])
-        if type(placement) is Shard:
-            shape[placement.dim] = chunk(shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))[1]
-        shapes.append(shape)
     local = shard = unwrap_local(tensor).detach()
     for axis, placement in reversed(list(enumerate(placements))):
         if mesh.size(axis) == 1:
@@ -136,7 +130,10 @@ def whole(tensor: DTensor) -> Tensor:
             local = local.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(local, group=mesh.get_group(axis))
         elif type(placement) is Shard:
-            local = undone(local, placement.dim, shapes[axis][placement.dim], mesh.get_group(axis))
+            outer = [other for other in range(axis) if placements[other] == placement]  # which split the dim before
+            splits = [(mesh.size(other), mesh.get_local_rank(other)) for other in outer]
+            _, length = nested_chunk(tensor.shape[placement.dim], splits)
+            local = undone(local, placement.dim, length, mesh.get_group(axis))
     return shard.clone() if local is shard else local
 
 
