@@ -39,10 +39,11 @@ def agree(mesh: DeviceMesh, plan: Plan | Exception, facts: Sequence[str] = (), v
     require_member(mesh)
     if simulated():  # one process, which cannot disagree with itself
         return part_of_rank(torch.initial_seed(), 0)
-    lines = [] if isinstance(plan, Exception) else [plan.digest, *_mesh_lines(mesh), *facts]
+    where = f"mesh {axes_of(mesh)} on {mesh.device_type} over ranks {mesh.mesh.tolist()}"
+    lines = [] if isinstance(plan, Exception) else [plan.digest, where, *facts]
     rows = exchange_numbers(mesh, [digest(lines), problem is not None, torch.initial_seed() - 2**63])
     if len({digest for digest, _, _ in rows}) > 1 or any(failed for _, failed, _ in rows):
-        described = [] if isinstance(plan, Exception) else [*_mesh_lines(mesh), *_lines(plan), *facts]
+        described = [] if isinstance(plan, Exception) else [where, *_lines(plan), *facts]
         difference = _first_difference(_told(mesh, problem, verb, described))
         seeds = ". Call torch.manual_seed before making the model, or pass src=0." * (f"has {VALUES}" in difference)
         raise ShardError(f"{verb}: ranks have different models or policies: {difference}{seeds}")
@@ -140,10 +141,6 @@ def _lines(plan: Plan) -> list[str]:
         for unit in plan.units
     ]
     return [*params, *units, *settings, *bucket_dtypes]
-
-
-def _mesh_lines(mesh: DeviceMesh) -> list[str]:
-    return [f"mesh {axes_of(mesh)} on {mesh.device_type} over ranks {mesh.mesh.tolist()}"]
 
 
 def _first_difference(described: Told) -> str:
