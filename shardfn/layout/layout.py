@@ -221,8 +221,6 @@ def compute_shape(leaf: Leaf, gathered: Sequence[int]) -> tuple[int, ...]:
 
 def clear_padding_(leaf: Leaf, local: Tensor, sizes: Axes, coords: Axes, keep: Sequence[str] | None = None) -> None:
     """Zeros beyond the true extent of a local part: gradients of padding must not train it."""
-    if leaf.shape == leaf.extent:
-        return
     for dim, (start, length) in enumerate(leaf.local_range(sizes, coords, keep)):
         inside = max(0, min(length, leaf.extent[dim] - start))
         if inside < length:
