@@ -22,16 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardfn._torch import DTensorSpec, dtensor_spec, has_no_memory, simulated, unwrap_local, wrap_local
 from shardfn.comm.flat_memory import Buffers, FreshBuffers, split_flat
-from shardfn.comm.packing import (
-    AxisCollective,
-    Host,
-    PureAxisCollective,
-    apart_again,
-    host_of,
-    stored_on,
-    together,
-    undone,
-)
+from shardfn.comm.packing import AxisCollective, Host, PureAxisCollective, apart_again, host_of, together, undone
 from shardfn.comm.raw_collectives import AsyncCollective, Steps, accumulation_dtype, backend_of, sum_steps
 from shardfn.layout import Bucket, Grid, Leaf, Plan, Reduction, clear_padding_, local_slice, nested_chunk, per_rank
 from shardfn.notation import ShardError
@@ -322,7 +313,8 @@ class BucketOnGrid:
 
     def new_shards(self, make: Callable[..., Tensor], dtype: torch.dtype, keep: Sequence[str] | None) -> list[Tensor]:
         """`make(shape, dtype=..., device=...)` for the shard of every leaf, split only over `keep` (None: all)."""
-        device = self.grid.device if keep is not None else stored_on(self.plan.policy, self.grid.device)
+        stored = self.grid.device if self.host is None else self.host.buffers.device  # where shards live
+        device = self.grid.device if keep is not None else stored
 
         def made(coords: Mapping[str, int], _: list[Any]) -> list[Tensor]:
             shapes = [leaf.local_shape(self.grid.sizes, coords, keep) for leaf in self.leaves]

@@ -101,12 +101,6 @@ def host_of(policy: Policy, device: torch.device) -> Host | None:
     return _host(device) if policy.offload == "cpu" and device.type != "cpu" else None
 
 
-def stored_on(policy: Policy, device: torch.device) -> torch.device:
-    """Where shards, gradients and optimizer state live."""
-    host = host_of(policy, device)
-    return device if host is None else host.buffers.device
-
-
 _host = cache(Host)
 
 
