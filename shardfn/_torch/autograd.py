@@ -1,7 +1,7 @@
 """Autograd: nodes, hooks, versions of tensors, backwards that run."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from operator import attrgetter, methodcaller
@@ -56,12 +56,6 @@ def blank_gradients(x: Tensor) -> list[Tensor]:
     """Gradients without data of all that the `autograd.Function` made that made x."""
     node: Any = x.grad_fn
     return [torch.empty(tuple(y.shape), dtype=y.dtype, device="meta") for y in node._input_metadata]
-
-
-def ran_backward(x: Tensor, grads: Sequence[Tensor]) -> Any:
-    """What the backward of the `autograd.Function` that made x makes of gradients; hooks are not called."""
-    node: Any = x.grad_fn
-    return node.apply(*grads)
 
 
 # A number of the backward under way in this thread, larger than those of all that began before; -1 when there is none.

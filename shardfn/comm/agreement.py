@@ -39,10 +39,11 @@ def agree(mesh: DeviceMesh, plan: Plan | Exception, facts: Sequence[str] = (), v
     require_member(mesh)
     if simulated():  # one process, which cannot disagree with itself
         return part_of_rank(torch.initial_seed(), 0)
-    lines = [] if isinstance(plan, Exception) else [plan.digest, *_mesh_lines(mesh), *facts]
+    where = f"mesh {axes_of(mesh)} on {mesh.device_type} over ranks {mesh.mesh.tolist()}"
+    lines = [] if isinstance(plan, Exception) else [plan.digest, where, *facts]
     rows = exchange_numbers(mesh, [digest(lines), problem is not None, torch.initial_seed() - 2**63])
     if len({digest for digest, _, _ in rows}) > 1 or any(failed for _, failed, _ in rows):
-        described = [] if isinstance(plan, Exception) else [*_mesh_lines(mesh), *_lines(plan), *facts]
+        described = [] if isinstance(plan, Exception) else [where, *_lines(plan), *facts]
         difference = _first_difference(_told(mesh, problem, verb, described))
         seeds = ". Call torch.manual_seed before making the model, or pass src=0." * (f"has {VALUES}" in difference)
         raise ShardError(f"{verb}: ranks have different models or policies: {difference}{seeds}")
@@ -156,10 +157,6 @@ def _lines(plan: Plan) -> list[str]:
     return [*params, *units, *settings, *bucket_dtypes]
 
 
-def _mesh_lines(mesh: DeviceMesh) -> list[str]:
-    return [f"mesh {axes_of(mesh)} on {mesh.device_type} over ranks {mesh.mesh.tolist()}"]
-
-
 def _first_difference(described: Told) -> str:
     base_rank, base = described[0]
     for rank, lines in described[1:]:
@@ -177,20 +174,17 @@ def check_batch(grid: Grid, compute: Sequence[str], batch: Any, problem: str | N
     Raises:
         ShardError: the batches differ, or this or another rank has a problem.
     """
-    if problem is not None and grid.pure:
+    rows = [] if grid.pure else exchange_numbers(grid.mesh, [_fingerprint(batch), problem is not None])
+    if problem is not None:
         raise ShardError(problem)
-    if not grid.pure:
-        rows = exchange_numbers(grid.mesh, [_fingerprint(batch), problem is not None])
-        prints, failed = zip(*rows, strict=True)
-        if problem is not None:
-            raise ShardError(problem)
-        if bad := sum(failed):
-            raise ShardError(f"apply: {bad} other ranks cannot use their inputs; their messages say why")
-    elif simulated():  # one process has the batches of all ranks
+    if bad := sum(failed for _, failed in rows):
+        raise ShardError(f"apply: {bad} other ranks cannot use their inputs; their messages say why")
+    prints = [fingerprint for fingerprint, _ in rows]
+    if grid.pure and not simulated():  # recorded ones have no values
+        return
+    if grid.pure:  # one process has the batches of all ranks
         parts = (pytree.tree_map(partial(part_of_rank, rank=rank), batch) for rank in grid.ranks())
         prints = [*map(_fingerprint, parts)]
-    else:  # recorded ones have no values
-        return
     prints_at = dict(zip((tuple(grid.coords_of(rank).values()) for rank in grid.ranks()), prints, strict=True))
     for axis in compute:
         number = list(grid.sizes).index(axis)

@@ -22,18 +22,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardfn._torch import DTensorSpec, dtensor_spec, has_no_memory, simulated, unwrap_local, wrap_local
 from shardfn.comm.flat_memory import Buffers, FreshBuffers, split_flat
-from shardfn.comm.packing import (
-    AxisCollective,
-    Host,
-    PureAxisCollective,
-    apart_again,
-    host_of,
-    stored_on,
-    together,
-    undone,
-)
+from shardfn.comm.packing import AxisCollective, Host, PureAxisCollective, apart_again, host_of, together, undone
 from shardfn.comm.raw_collectives import AsyncCollective, Steps, accumulation_dtype, backend_of, sum_steps
-from shardfn.layout import Bucket, Grid, Leaf, Plan, Reduction, chunk, clear_padding_, local_slice, per_rank
+from shardfn.layout import Bucket, Grid, Leaf, Plan, Reduction, clear_padding_, local_slice, nested_chunk, per_rank
 from shardfn.notation import ShardError
 
 Batch = tuple[int, ...]  # dims in front of a leaf, by `vmap`, outermost first
@@ -64,11 +55,10 @@ def gather_steps(
 ) -> Steps:
     """shards -> one flat tensor of whole leaves in `dtype`; the first collective undoes the innermost split."""
     *inner, last = collectives
-    tensors = shards
     for collective in inner:
-        (flat,) = yield from collective.gather(tensors, dtype, buffers)
-        tensors = collective.wholes_of(flat)
-    return (yield from last.gather(tensors, dtype, buffers))
+        (flat,) = yield from collective.gather(shards, dtype, buffers)
+        shards = collective.wholes_of(flat)
+    return (yield from last.gather(shards, dtype, buffers))
 
 
 def gather_leaves(
@@ -123,12 +113,6 @@ def whole(tensor: DTensor) -> Tensor:
     simple = all(type(p) is Shard or p.is_replicate() or p.is_partial("sum") for p in placements)
     if not simple or has_no_memory() or simulated() or mesh.get_coordinate() is None:
         return tensor.full_tensor().detach()
-    shapes = [list(tensor.shape)]  # before each split
-    for axis, placement in enumerate(placements):
-        shape = list(shapes[-1])
-        if type(placement) is Shard:
-            shape[placement.dim] = chunk(shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))[1]
-        shapes.append(shape)
     local = shard = unwrap_local(tensor).detach()
     for axis, placement in reversed(list(enumerate(placements))):
         if mesh.size(axis) == 1:
@@ -137,7 +121,10 @@ def whole(tensor: DTensor) -> Tensor:
             local = local.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(local, group=mesh.get_group(axis))
         elif type(placement) is Shard:
-            local = undone(local, placement.dim, shapes[axis][placement.dim], mesh.get_group(axis))
+            outer = [other for other in range(axis) if placements[other] == placement]  # which split the dim before
+            splits = [(mesh.size(other), mesh.get_local_rank(other)) for other in outer]
+            _, length = nested_chunk(tensor.shape[placement.dim], splits)
+            local = undone(local, placement.dim, length, mesh.get_group(axis))
     return shard.clone() if local is shard else local
 
 
@@ -174,13 +161,11 @@ class BucketOnGrid:
 
     @cached_property
     def collectives(self) -> list[AnyAxisCollective]:
-        """One for each axis to gather over, in the order of gathering."""
-        return _collectives(self.leaves, self.bucket.axes, self.grid, host=self.host)
+        """One for each axis to gather over, in the order of gathering.
 
-    @cached_property
-    def moves_data(self) -> bool:
-        """Whether gathering moves data; otherwise the gathered tensors are the shards themselves, or copies of them."""
-        return bool(self.collectives)
+        Without any the gathered tensors are the shards themselves, or copies of them.
+        """
+        return _collectives(self.leaves, self.bucket.axes, self.grid, host=self.host)
 
     @cached_property
     def idle(self) -> bool:
@@ -248,20 +233,19 @@ class BucketOnGrid:
         return split_flat(memory.tensor(sum(map(prod, self._shard_shapes)), dtype), self._shard_shapes)
 
     def gather_steps(self, shards: Sequence[Tensor]) -> Steps:
-        """Local shards -> one flat tensor, whole over the data axes, in the bucket's dtype; for `wholes_of`."""
+        """Local shards -> one flat tensor, whole over the data axes, in the bucket's dtype.
+
+        `wholes_of` of the last of the collectives takes it apart.
+        """
         if len(self.collectives) == 1:
             return self.collectives[0].gather(shards, self.bucket.dtype, self.buffers)
         return gather_steps(self.collectives, shards, self.bucket.dtype, self.buffers)
 
-    def wholes_of(self, flat: Tensor) -> list[Tensor]:
-        """The leaves in what `gather_steps` makes."""
-        return self.collectives[-1].wholes_of(flat)
-
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Local shards -> tensors whole over the data axes, in the bucket's dtype; without a collective, the shards."""
-        if not self.moves_data:
+        if not self.collectives:
             return self.unmoved(shards)
-        return self.wholes_of(*AsyncCollective(self.gather_steps(shards)).finish())
+        return self.collectives[-1].wholes_of(*AsyncCollective(self.gather_steps(shards)).finish())
 
     def reduce_steps(self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Reduction) -> Steps:
         """Pending gradients, whole over the data axes -> this rank's shards of their sum or mean, in `dtypes`.
@@ -274,14 +258,12 @@ class BucketOnGrid:
         if callable(op):
             flat, shards = self._reduced_by(op, wholes, dtype)
             return (yield from self._finished_shards(flat, shards, dtypes))
-        tensors: Sequence[Tensor | None] = wholes
-        shards: Cut
         if self.collectives:
             *outer, last = reversed(self.collectives)
             for collective in outer:
-                (flat,) = yield from collective.reduce(tensors, dtype, self.buffers, self.buffers)
-                tensors, dtype = collective.shards_of(flat), flat.dtype
-            (flat,) = yield from last.reduce(tensors, dtype, self.buffers, self._results)
+                (flat,) = yield from collective.reduce(wholes, dtype, self.buffers, self.buffers)
+                wholes, dtype = collective.shards_of(flat), flat.dtype
+            (flat,) = yield from last.reduce(wholes, dtype, self.buffers, self._results)
             shards = last.shards_of
         else:
             flat, shards = self._unmoved_gradients(wholes, dtype)
@@ -331,7 +313,8 @@ class BucketOnGrid:
 
     def new_shards(self, make: Callable[..., Tensor], dtype: torch.dtype, keep: Sequence[str] | None) -> list[Tensor]:
         """`make(shape, dtype=..., device=...)` for the shard of every leaf, split only over `keep` (None: all)."""
-        device = self.grid.device if keep is not None else stored_on(self.plan.policy, self.grid.device)
+        stored = self.grid.device if self.host is None else self.host.buffers.device  # where shards live
+        device = self.grid.device if keep is not None else stored
 
         def made(coords: Mapping[str, int], _: list[Any]) -> list[Tensor]:
             shapes = [leaf.local_shape(self.grid.sizes, coords, keep) for leaf in self.leaves]
@@ -440,9 +423,8 @@ class ReduceBucket(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.on_grid, ctx.op = inputs[0], inputs[1]
-        ctx.dtypes = [None if grad is None else grad.dtype for grad in inputs[3:]]
-        ctx.shards = inputs[2]
+        ctx.on_grid, ctx.op, ctx.shards, *grads = inputs
+        ctx.dtypes = [None if grad is None else grad.dtype for grad in grads]
         ctx.set_materialize_grads(False)  # torch's zeros would be plain tensors of the global shape
 
     @staticmethod

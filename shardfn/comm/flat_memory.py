@@ -203,10 +203,6 @@ class FlatView(NamedTuple):
     offset: int
     end: int
 
-    def moved(self, by: int) -> "FlatView":
-        """The same view, so many elements further on."""
-        return FlatView(self.size, self.stride, self.offset + by, self.end + by)
-
 
 def view_of(tensor: Tensor) -> FlatView:
     """How a tensor lies in its storage."""

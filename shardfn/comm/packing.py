@@ -101,12 +101,6 @@ def host_of(policy: Policy, device: torch.device) -> Host | None:
     return _host(device) if policy.offload == "cpu" and device.type != "cpu" else None
 
 
-def stored_on(policy: Policy, device: torch.device) -> torch.device:
-    """Where shards, gradients and optimizer state live."""
-    host = host_of(policy, device)
-    return device if host is None else host.buffers.device
-
-
 _host = cache(Host)
 
 
@@ -215,11 +209,11 @@ def transfer_of(
     for index, split in enumerate(together, first):
         part = parts.narrow(1, starts[index] - starts[first], split.numel).view(ranks, *split.chunk)
         for from_, to in split.pairs(part, torch.empty(split.whole, device="meta")):
-            place = view_of(to)
+            place, start = view_of(to), wholes[index]
             transfer.leaves.append(index)
             transfer.parts.append(view_of(from_))
             transfer.in_leaf.append(place)
-            transfer.in_whole.append(place.moved(wholes[index]))
+            transfer.in_whole.append(place._replace(offset=place.offset + start, end=place.end + start))
     return transfer
 
 

@@ -8,6 +8,7 @@ everything out when the backward is over, to `value_and_grad` (`Gradients`) or i
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from operator import is_
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import accumulates, foreach, grad_dtypes_of, spec_of, unwrap_local, wrap_local
 from shardfn.comm import AsyncCollective, BucketOnGrid, Explain
-from shardfn.layout import Plan
+from shardfn.layout import Plan, local_slice
 from shardfn.notation import ShardError
 
 Grads = Sequence[Tensor | None]  # one for each leaf, or none
@@ -59,19 +60,11 @@ def hold_back(on_grid: BucketOnGrid, leaves: Sequence[Tensor], pending: Grads) -
         whole = torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format).copy_(grad)
         if had is not None:
             # It counts more than those of all ranks, whose mean is still to be taken.
-            axes = on_grid.leaves[index].axes
-            ranks = prod(on_grid.grid.sizes[axis] for axis in on_grid.plan.roles.data if axis in axes)
-            _own_part(on_grid, index, whole).add_(unwrap_local(had), alpha=ranks)
+            gathered, grid = replace(on_grid.leaves[index], shape=tuple(whole.shape)), on_grid.grid
+            ranks = prod(grid.sizes[axis] for axis in on_grid.plan.roles.data if axis in gathered.axes)
+            own = local_slice(gathered, whole, grid.sizes, grid.coords, on_grid.bucket.axes)  # this rank's shard
+            own.add_(unwrap_local(had), alpha=ranks)
         leaf.grad = wrap_local(whole, on_grid.spec(index, dtype, True))
-
-
-def _own_part(on_grid: BucketOnGrid, index: int, whole: Tensor) -> Tensor:
-    """This rank's shard in a gradient that is whole over the data axes."""
-    leaf, grid = on_grid.leaves[index], on_grid.grid
-    shard = leaf.local_range(grid.sizes, grid.coords)
-    gathered = leaf.local_range(grid.sizes, grid.coords, on_grid.computed)
-    starts = [(start - first, length) for (start, length), (first, _) in zip(shard, gathered, strict=True)]
-    return whole[tuple(slice(start, start + length) for start, length in starts)]
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardfn import _torch
 from shardfn.comm import AsyncCollective, BucketOnGrid, BufferPool, Buffers, Steps, backend_of, gather_flat, host_of
 from shardfn.engine.reductions import Accumulation
-from shardfn.layout import Grid, Plan, part_of
+from shardfn.layout import Grid, Plan, modules_above, part_of
 from shardfn.notation import ShardError
 
 # How long a rank waits for the others to ask for the same unit: as long as NCCL waits for a collective. One rank may
@@ -163,16 +163,14 @@ class Runtime:
         self.order = Order(grid)
         self.units = {unit.name: unit for unit in plan.units}
         self.leaves_of = {unit.name: [name for b in unit.buckets for name in b.leaves] for unit in plan.units}
-        moving = {unit for (unit, _), on_grid in self.bucket_of.items() if on_grid.moves_data}
+        moving = {unit for (unit, _), on_grid in self.bucket_of.items() if on_grid.collectives}
         regather = {name for name, unit in self.units.items() if unit.regather}
         self.frees = regather & moving if not _torch.simulated() else set[str]()
         self.watched: set[Hashable] = set()  # ways in which units computed again, see remat.py
         # A unit that holds no other one, and moves data.
-        inner = {name for name in self.frees if any(other.startswith(f"{name}.") for other in self.units)}
-        self.recomputable = self.frees - inner - {""}
+        self.recomputable = self.frees - modules_above(self.units) - {""}
         # Parameters that a module sees exactly as they are stored, which is most of them, need no further view.
-        single = {name: layout.leaves[0] for name, layout in plan.layouts.items() if len(layout.leaves) == 1}
-        self.plain = {name: {*x.merges} <= {1} and x.shape == x.extent for name, x in single.items()}
+        self.plain = {name: layout.plain for name, layout in plan.layouts.items()}
         self.placed = _placed_specs(plan, grid)  # see [Note: placed parameters]
         self.neighbours = _neighbours(plan, grid)  # of the units that stay split over some of the ranks
         self.strided: dict[Any, Any] = {}  # shapes, strides and offsets of views that autograd saves, once each

@@ -60,7 +60,7 @@ class Gathered:
         leaves: Sequence[Tensor] = [*map(session.leaves.__getitem__, on_grid.bucket.leaves)]
         self.session, self.event, self.on_grid, self.leaves, self._runtime = session, event, on_grid, leaves, runtime
         self.again = Event("gather again", event.unit, event.bucket)
-        self.frees = event.unit in runtime.frees and on_grid.moves_data
+        self.frees = event.unit in runtime.frees and bool(on_grid.collectives)
         self._neighbours: Neighbours | None = runtime.neighbours.get(event.unit)
         self._shards, self._dtype = _torch.unwrap_locals(leaves), on_grid.bucket.dtype
         sources: Mapping[str, Tensor] | None = session.sources  # what leaves were made of, whose owner may change it

@@ -213,7 +213,7 @@ class Session:
             return GatherBucket.apply(on_grid, *leaves)
         gathered = self._started.pop(event, None) or self._start(event)
         wholes = _Gather.apply(gathered, *gathered.leaves)
-        if not on_grid.moves_data:
+        if not on_grid.collectives:
             self._note_uncopied(bucket.leaves, gathered.leaves, wholes)
             return wholes
         versions = _torch.versions_of(wholes)
@@ -238,7 +238,7 @@ class Session:
     def _start(self, event: Event) -> Gathered:
         """Start the gather of a bucket, if there is something to send."""
         gathered = Gathered(self, event)
-        if gathered.on_grid.moves_data:
+        if gathered.on_grid.collectives:
             self.pass_by("weights", event)
             gathered.start()
         return gathered

@@ -10,8 +10,8 @@ found in `planning._require_divisible`. Not here: collectives, see `comm`.
 
 from shardfn.layout import mesh, planning
 from shardfn.layout.layout import Axes, Box, Layout, Leaf, blocks, clear_padding_, compute_view, compute_view_shape
-from shardfn.layout.layout import from_compute_view, local_boxes, local_slice, narrowed, own_parts, parts_of, runs
-from shardfn.layout.layout import to_leaves
+from shardfn.layout.layout import from_compute_view, local_boxes, local_slice, narrowed, own_parts, runs
+from shardfn.layout.layout import part_for, to_leaves
 from shardfn.layout.mesh import Grid, MeshSpec, Roles, axes_of, chunk, default_device_type, device_of, grid_of
 from shardfn.layout.mesh import index_along, make_mesh
 from shardfn.layout.mesh import nested_chunk, nested_index, part_of, per_rank, require_member, roles, use_part

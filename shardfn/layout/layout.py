@@ -221,8 +221,6 @@ def compute_shape(leaf: Leaf, gathered: Sequence[int]) -> tuple[int, ...]:
 
 def clear_padding_(leaf: Leaf, local: Tensor, sizes: Axes, coords: Axes, keep: Sequence[str] | None = None) -> None:
     """Zeros beyond the true extent of a local part: gradients of padding must not train it."""
-    if leaf.shape == leaf.extent:
-        return
     for dim, (start, length) in enumerate(leaf.local_range(sizes, coords, keep)):
         inside = max(0, min(length, leaf.extent[dim] - start))
         if inside < length:
@@ -321,23 +319,16 @@ def narrowed(x: Tensor, box: Box) -> Tensor:
     return x[tuple(slice(start, start + length) for start, length in box)]
 
 
-def parts_of(layout: Layout, axes: Sequence[str], sizes: Mapping[str, int], computed: Sequence[str]) -> dict[str, Part]:
-    """By each of `axes`, which part of a parameter a module computes with: whole over all axes but `computed`."""
-    return {axis: part for axis in axes if (part := _part_of(layout, axis, sizes, computed)) is not None}
-
-
-def _part_of(layout: Layout, axis: str, sizes: Mapping[str, int], computed: Sequence[str]) -> Part | None:
-    zero, part = dict.fromkeys(sizes, 0), None
-    for dim in range(len(layout.shape)):
-        leaves = layout.leaves if dim == layout.block_dim else layout.leaves[:1]
-        split: list[tuple[int, int]] = []
-        for leaf in leaves:
-            factors = leaf.factors(dim)
-            local = leaf.local_shape(sizes, zero, computed)[factors]
-            at = next((i for i, axes in enumerate(leaf.splits[factors]) if axis in axes), None)
-            split += [] if at is None else [(prod(local[:at]), prod(local[at:]))]
-        if len(split) == len(leaves):
-            part = Part("split", dim, tuple(split))
-        elif split:
-            part = Part("lost", why=f"only some blocks of '{layout.rule}' are split over '{axis}'", cure="rules")
-    return part
+def part_for(layout: Layout, axis: str, sizes: Mapping[str, int], computed: Sequence[str]) -> Part:
+    """Which part of a parameter that `axis` splits a module computes with: whole over all axes but `computed`."""
+    zero, split = dict.fromkeys(sizes, 0), list[tuple[int, int]]()
+    dim = next(dim for dim in range(len(layout.shape)) if axis in layout.model_axes(dim))
+    leaves = layout.leaves if dim == layout.block_dim else layout.leaves[:1]
+    for leaf in leaves:
+        factors = leaf.factors(dim)
+        local = leaf.local_shape(sizes, zero, computed)[factors]
+        at = next((i for i, axes in enumerate(leaf.splits[factors]) if axis in axes), None)
+        split += [] if at is None else [(prod(local[:at]), prod(local[at:]))]
+    if len(split) < len(leaves):
+        return Part("lost", why=f"only some blocks of '{layout.rule}' are split over '{axis}'", cure="rules")
+    return Part("split", dim, tuple(split))

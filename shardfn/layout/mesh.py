@@ -268,15 +268,11 @@ def per_rank(places: Grid, fn: Callable[..., Sequence[Tensor]], values: Sequence
     return on_each_rank(lambda rank, inputs: fn(places.coords_of(rank), inputs), values)
 
 
-class _Grids(dict[tuple[Any, ...], Grid]):
-    """The grids of one mesh, kept on the mesh so that they die with it; copies of the mesh start without any.
+class _Grids(dict[tuple[Any, ...], Any]):
+    """The grids of one mesh, and parts for `use_part`, kept on it so that they die with it; copies start without any.
 
     In a pickle stands an `OrderedDict`, which `torch.load` takes for safe: checkpoints must not need this class.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: dict[tuple[str, ...], DeviceMesh] = {}  # see `use_part`
 
     def __reduce__(self) -> tuple[type[OrderedDict[Any, Any]], tuple[()]]:
         return OrderedDict, ()
@@ -294,12 +290,12 @@ def _grids_of(mesh: DeviceMesh) -> _Grids:
 
 def use_part(mesh: DeviceMesh, axes: tuple[str, ...], part: DeviceMesh) -> None:
     """Have `part` be the mesh along some axes of `mesh`: torch takes equal meshes that were made apart for others."""
-    _grids_of(mesh).parts[axes] = part
+    _grids_of(mesh)[axes] = part
 
 
 def part_of(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     """The mesh along some axes of `mesh`, this rank among them."""
-    part = _grids_of(mesh).parts.get(axes)
+    part = _grids_of(mesh).get(axes)
     return part if part is not None else mesh[axes] if len(axes_of(mesh)) > len(axes) else mesh
 
 

@@ -99,7 +99,8 @@ def describe(model: nn.Module | Mapping[str, torch.Tensor]) -> ModelInfo:
         TypeError: it is neither, or the mapping holds something else than tensors.
     """
     if isinstance(model, nn.Module):
-        return ModelInfo(_tied(named_parameters(model).items(), dict(_noted(model))), tuple(_modules(model)))
+        noted = {id(parameter): placed for parameter, placed in _noted(model)}
+        return ModelInfo(_tied(named_parameters(model).items(), noted), tuple(_modules(model)))
     if not isinstance(model, Mapping):
         raise TypeError(f"expected an nn.Module or a mapping of names to tensors, got {type(model).__name__}")
     for name, value in model.items():
@@ -126,18 +127,16 @@ def by_all_names(items: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, tupl
     return list(by_id.values())
 
 
-def _noted(model: nn.Module) -> Iterator[tuple[int, Placed | None]]:
-    """(id, placement before) of every parameter that is a shard by now; names may leave out those of wrappers."""
+def _noted(model: nn.Module) -> Iterator[tuple[Tensor | None, Placed | None]]:
+    """Every parameter that is a shard by now, and its placement before; names may leave out those of wrappers."""
     for module in model.modules():
         for attribute, placed in unwrapped(module).__dict__.get(PLACED, {}).items():
-            yield id(parameters_of(module).get(attribute)), placed
+            yield parameters_of(module).get(attribute), placed
 
 
 def shards_in(model: nn.Module) -> set[int]:
     """The ids of the parameters that are shards by now."""
-    slots = ((m, attribute) for m in model.modules() for attribute in unwrapped(m).__dict__.get(PLACED, ()))
-    params = (parameters_of(module).get(attribute) for module, attribute in slots)
-    return {id(parameter) for parameter in params if isinstance(parameter, DTensor)}
+    return {id(parameter) for parameter, _ in _noted(model) if isinstance(parameter, DTensor)}
 
 
 def note_shard(module: nn.Module, attribute: str, placed: Placed | None) -> None:

@@ -148,8 +148,6 @@ def _kept_axes(draft: Draft, rules: Mapping[str, ParamRule], forwards: Mapping[s
 def _without_ignored(draft: Draft) -> ModelInfo:
     """The model without the parameters that `Policy.ignore` names."""
     info, patterns = draft.info, draft.policy.ignore
-    if not patterns:
-        return info
     draft.check_patterns("Policy.ignore:", patterns, "parameter")
     out = [p for p in info.params if any(matches(pattern, n) for pattern in patterns for n in p.names)]
     ignored = {param.name for param in out}

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import has_no_memory, outside_transforms, simulated, values_of
 from shardfn.binding import Forward
-from shardfn.layout import BIAS_DIM, OUT_DIM, Layout, ModuleInfo, Part, Plan, calls_own, class_of, index_along, parts_of
+from shardfn.layout import BIAS_DIM, OUT_DIM, Layout, ModuleInfo, Part, Plan, calls_own, class_of, index_along, part_for
 from shardfn.notation import ShardError, did_you_mean, parse
 from shardfn.parallel.compute_axes import ComputeAxes
 
@@ -34,7 +34,7 @@ def splits(plan: Plan, module: ModuleInfo) -> bool:
 
 def weight_parts(plan: Plan, layout: Layout) -> dict[str, Part]:
     """By axis, which part of a weight a module computes with."""
-    return parts_of(layout, plan.compute_axes(layout), plan.axes, plan.roles.compute)
+    return {axis: part_for(layout, axis, plan.axes, plan.roles.compute) for axis in plan.compute_axes(layout)}
 
 
 @dataclass(frozen=True)

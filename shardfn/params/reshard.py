@@ -173,17 +173,16 @@ def _target_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:
 # "b s c -> b s@tp c"       slice
 
 
-def _relayout(x: object, rule: str, mesh: DeviceMesh | None) -> Tensor:
+def _relayout(x: Any, rule: str, mesh: DeviceMesh | None) -> Tensor:
     """This rank's part of `x` after the change that `"left -> right"` names."""
     if not isinstance(x, Tensor) or isinstance(x, DTensor):
         raise TypeError(f"reshard: with a string, x is one plain local tensor, not {type(x).__name__}")
     if mesh is None:
         raise TypeError("reshard: with a string, pass the mesh too: reshard(x, 'b s@tp -> b s', mesh)")
     left, right = _sides(rule, mesh, x.dim())
-    out = x
     for collective, axis, *dims in steps(left, right):
-        out: Tensor = collective(out, mesh, axis, *dims)
-    return out
+        x = collective(x, mesh, axis, *dims)
+    return x
 
 
 def _sides(rule: str, mesh: DeviceMesh, ndim: int) -> tuple[Spec, Spec]:

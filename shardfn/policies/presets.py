@@ -318,8 +318,7 @@ def from_parallelize_plan(
         if kinds and not wrong:
             rules[_pattern(f"{path}.weight" if path else "weight")] = _rule(style, kinds[0], axis, data_axis)
     raise_problems("from_parallelize_plan", problems)
-    fields: dict[str, Any] = {"acts": acts} if acts else {}
-    return Policy(rules=rules, **fields, **batch_with([data_axis] if data_axis is not None else []))
+    return Policy(rules=rules, acts=acts, **batch_with([data_axis] if data_axis is not None else []))
 
 
 def _pattern(path: str) -> str:

@@ -150,7 +150,7 @@ def one_rank_on_a_rank() -> None:
         )
         for shard, got in zip(shards, on_grid.reduce(shards, [torch.float64] * len(shards), "mean"), strict=True):
             assert_same_bits(got, shard)
-    assert counts.total == 0 and not on_grid.moves_data
+    assert counts.total == 0 and not on_grid.collectives
 
 
 def test_one_rank_moves_nothing() -> None:
@@ -197,7 +197,7 @@ def flights_on_a_rank() -> None:
     shards = [unwrap_local(params[name]) for name in on_grid.bucket.leaves]
     first, second = AsyncCollective(on_grid.gather_steps(shards)), AsyncCollective(on_grid.gather_steps(shards))
     second.advance()
-    wholes = (on_grid.wholes_of(flight.finish()[0]) for flight in (second, first))
+    wholes = (on_grid.collectives[-1].wholes_of(flight.finish()[0]) for flight in (second, first))
     for a, b, name in zip(*wholes, on_grid.bucket.leaves, strict=True):
         assert_same_bits(a, b)
         assert_same_bits(a, as_dtensor(params[name]).full_tensor())

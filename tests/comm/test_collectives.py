@@ -127,25 +127,11 @@ def wide_sums_on_a_rank(largest: int) -> None:
     raw_collectives.sum_flat_(base[:, ::2], group)
     assert_same(base[:, ::2], (4 * grid + 6)[:, ::2])
     assert_same(base[:, 1::2], (grid + rank)[:, 1::2])
-    with pytest.raises(ShardError, match=r"exchange_flat: .* 6 elements, the group 4 ranks, 6 % 4 = 2\. Pad it to"):
-        raw_collectives.exchange_flat(torch.ones(6), group)
-    with pytest.raises(ShardError, match=r"scatter_sum_flat: .* 5 % 4 = 1"):
-        raw_collectives.scatter_sum_flat(torch.ones(5), group)
     with pytest.raises(ShardError, match=r"cannot add torch.bool over ranks"):
         raw_collectives.sum_flat_(torch.ones(4, dtype=torch.bool), group)
     meta = torch.empty(8, device="meta")
-    shapes = [
-        f(meta, group).shape
-        for f in (
-            raw_collectives.gather_flat,
-            raw_collectives.exchange_flat,
-            raw_collectives.scatter_sum_flat,
-            raw_collectives.sum_flat_,
-        )
-    ]
-    assert shapes == [(32,), (8,), (2,), (8,)]
-    with pytest.raises(ShardError, match="7 % 4 = 3"):
-        raw_collectives.exchange_flat(meta[:7], group)
+    shapes = [f(meta, group).shape for f in (raw_collectives.gather_flat, raw_collectives.sum_flat_)]
+    assert shapes == [(32,), (8,)]
 
 
 # Pairs. A reference takes and gives the whole: `[W, *local]` for a varying value, `[*local]` for an invariant one.

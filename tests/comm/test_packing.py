@@ -116,4 +116,3 @@ def test_the_other_functions(mesh: DeviceMesh) -> None:
 def test_a_mesh_of_cpus_has_one_memory(mesh: DeviceMesh) -> None:
     params = sf.shard(decoder(), mesh, sf.Policy(offload="cpu"))
     assert packing.host_of(params.plan.policy, torch.device("cpu")) is None
-    assert packing.stored_on(params.plan.policy, torch.device("cpu")) == torch.device("cpu")
