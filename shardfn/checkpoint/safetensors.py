@@ -23,20 +23,7 @@ from shardfn.checkpoint import stored_names, tensor_files
 from shardfn.checkpoint.stored_names import Model, Names, Patchwork, Piece
 from shardfn.checkpoint.tensor_files import BLOCK_BYTES, AnyPath, Described, FilesPlan, TensorFiles, TensorWriter
 from shardfn.comm import agree, empty_shards, failing_together
-from shardfn.layout import (
-    Box,
-    Grid,
-    Layout,
-    Leaf,
-    Plan,
-    Policy,
-    blocks,
-    grid_of,
-    local_boxes,
-    matches,
-    narrowed,
-    per_rank,
-)
+from shardfn.layout import Box, Grid, Layout, Leaf, Plan, Policy, blocks, local_boxes, matches, narrowed, per_rank
 from shardfn.notation import ShardError, did_you_mean
 from shardfn.params import NewTree, Origin, Params, agreed_plan, gather, require_reduced
 
@@ -376,7 +363,7 @@ class _Export:
         self, params: Params, dtype: torch.dtype | None, path: Path, files: FilesPlan, pieces: dict[str, list[Piece]]
     ) -> None:
         self._params, self._dtype, self._pieces = params, dtype, pieces
-        self._places = grid_of(params.mesh, params.plan.roles.storage)
+        self._places = layout.grid_of(params.mesh, params.plan.roles.storage)
         self._first = self._places.ranks()[0]
         self._is_first = not self._places.exchanges or dist.get_rank() == self._first
         self.writer = TensorWriter(path, files)

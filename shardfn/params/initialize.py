@@ -17,21 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardfn import layout
 from shardfn._torch import part_of_rank, unwrap_local, values_of, wrap_local
 from shardfn.comm import VALUES, agree, digest, empty_shards, leaf_spec, whole
-from shardfn.layout import (
-    Grid,
-    Layout,
-    Plan,
-    Policy,
-    axes_of,
-    decide,
-    describe,
-    grid_of,
-    named_buffers,
-    named_parameters,
-    own_parts,
-    plan,
-    to_leaves,
-)
+from shardfn.layout import Grid, Layout, Plan, Policy, named_buffers, named_parameters, own_parts, plan, to_leaves
 from shardfn.notation import ShardError
 from shardfn.params.tree import Params
 
@@ -142,7 +128,7 @@ def agreed_plan(
         plan_ = error
     seed = agree(mesh, plan_, lines, verb)
     assert isinstance(plan_, Plan)
-    return plan_, grid_of(mesh, plan_.roles.storage), seed
+    return plan_, layout.grid_of(mesh, plan_.roles.storage), seed
 
 
 def _checked_plan(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan) -> Plan:
@@ -151,8 +137,8 @@ def _checked_plan(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan) -> Pl
         raise TypeError(f"{why}; write shard(model, mesh, policy)")
     if isinstance(policy, Plan) and isinstance(origin.model, Mapping):  # which has no modules
         trains = {param.name: param.trainable for param in policy.info.params}
-        params = [replace(p, trainable=trains.get(p.name, p.trainable)) for p in describe(origin.model).params]
-        plan_ = decide(replace(policy.info, params=tuple(params)), axes_of(mesh), policy.policy)
+        params = [replace(p, trainable=trains.get(p.name, p.trainable)) for p in layout.describe(origin.model).params]
+        plan_ = layout.decide(replace(policy.info, params=tuple(params)), layout.axes_of(mesh), policy.policy)
     else:
         plan_ = plan(origin.model, mesh, policy.policy if isinstance(policy, Plan) else policy)
     if isinstance(policy, Plan):

@@ -14,30 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from shardfn import layout
+from shardfn import comm, layout
 from shardfn._torch import holds_data, in_transform, materialized, unwrap_local, watch_backward, wrap_local
-from shardfn.comm import (
-    BucketOnGrid,
-    FreshBuffers,
-    GatherBucket,
-    called_by_all,
-    gather_leaves,
-    in_front,
-    leaf_spec,
-    portions,
-)
+from shardfn.comm import BucketOnGrid, FreshBuffers, GatherBucket, called_by_all, gather_leaves, in_front, leaf_spec
 from shardfn.context import is_differentiated, note_tree
-from shardfn.layout import (
-    Bucket,
-    Grid,
-    Layout,
-    Plan,
-    Policy,
-    compute_view_shape,
-    first_match,
-    from_compute_view,
-    grid_of,
-)
+from shardfn.layout import Grid, Layout, Plan, Policy, compute_view_shape, first_match, from_compute_view, grid_of
 from shardfn.notation import ShardError, did_you_mean
 from shardfn.params.initialize import Origin, shard_own
 from shardfn.params.tree import Params, watch_optimizers
@@ -176,7 +157,7 @@ def owning(full: Tensor) -> Tensor:
 
 def gather_groups(tree: Params, layouts: Sequence[Layout], limit: int) -> Iterator[tuple[Layout, list[Tensor]]]:
     """Parameters with their whole leaves, gathered in groups of at most `limit` bytes."""
-    for group in portions(layouts, lambda x: x.numel * tree[x.leaves[0].name].element_size(), limit):
+    for group in comm.portions(layouts, lambda x: x.numel * tree[x.leaves[0].name].element_size(), limit):
         names = [leaf.name for layout in group for leaf in layout.leaves]
         wholes = dict(zip(names, _gather_whole(tree, names), strict=True))
         yield from ((layout, [wholes[leaf.name] for leaf in layout.leaves]) for layout in group)
@@ -196,7 +177,7 @@ def _gather_whole(tree: Params, names: Sequence[str]) -> list[Tensor]:
     out: dict[str, Tensor] = {}
     for (axes, dtype), members in alike.items():
         data = tuple(axis for axis in plan_.roles.data if axis in axes)
-        on_grid = BucketOnGrid(plan_, grid, Bucket("", tuple(members), data, dtype), FreshBuffers(grid.device))
+        on_grid = BucketOnGrid(plan_, grid, layout.Bucket("", tuple(members), data, dtype), FreshBuffers(grid.device))
         gathered = GatherBucket.apply(on_grid, *(tree[name] for name in members))
         compute = tuple(axis for axis in plan_.roles.compute if axis in axes)
         wholes = _OverCompute.apply(True, on_grid, compute, *gathered) if compute else gathered
