@@ -203,6 +203,7 @@ def test_a_mistake_is_found_and_named(name: str) -> None:
     assert says in str(report), report
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("rules", [{"layers.*.gate.weight": "ff c@fsdp"}, {"layers.*.attn.wv.weight": "(kv d) c@fsdp"}])
 def test_whole_values_beside_split_ones_are_right(rules: dict[str, str]) -> None:
     model, chosen, loss, batch, _ = _decoder(rules=rules)
@@ -281,7 +282,7 @@ CORRECT: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(2)
 @pytest.mark.sample(13)
 @pytest.mark.parametrize("name", CORRECT)
 def test_what_is_right_passes(name: str) -> None:

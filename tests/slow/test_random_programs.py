@@ -63,7 +63,7 @@ def main(sf, mesh):
 """
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("text", "wanted"), [(WRONG, "WRONG"), (PLAIN, "unclear"), (LATE, "hang")])
 def test_verdicts(text: str, wanted: str) -> None:
     made = Program(0, "blocks", {"fsdp": 2, "tp": 1}, text)

@@ -77,7 +77,7 @@ def _policy(padded: bool = True) -> sf.Policy:
     return sf.Policy(rules=rules, sizes={"d": 4}, pad={"heads": 4} if padded else {})
 
 
-@pytest.mark.everyday(12)
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize("at", ["q", "vo"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_number_in_padding_is_refused(name: str, at: str) -> None:
