@@ -5,5 +5,5 @@ in checkpoints) and `torch_optimizers` (refuses steps that would go wrong). Not 
 """
 
 from shardfn.stateful.module_shards import ModuleShards, adopt, bound, install, whole_in_place
-from shardfn.stateful.torch_optimizers import REPLACED, refuse_held_back, take_shards
+from shardfn.stateful.torch_optimizers import REPLACED, refuse_held_back, optimizers_of, take_shards
 from shardfn.stateful.trainer import Trainer

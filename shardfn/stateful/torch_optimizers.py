@@ -2,12 +2,12 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -43,6 +43,12 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 driver = DRIVERS[trainer] = weakref.ref(optimizer)
         if driver is not None and driver() is optimizer:
             trainer.steps += 1
+
+
+def optimizers_of(shards: Iterable[Tensor]) -> list[Optimizer]:
+    """Those that have stepped with some of these, in the order of their first steps."""
+    ids = set(map(id, shards))
+    return [one for one in _STATES if any(id(p) in ids for group in one.param_groups for p in group["params"])]
 
 
 def take_shards() -> None:
@@ -145,10 +151,16 @@ def _require_own_states(optimizer: Optimizer, shards: Sequence[DTensor]) -> None
     _STATES[optimizer] = id(optimizer.state)
 
 
-def _foreign(state: Mapping[str, Any] | None, shard: DTensor) -> str | None:
-    """Which part of a shard's state is another rank's, in words; the others are on the shard's own mesh from here."""
+def _foreign(state: dict[str, Any] | None, shard: DTensor) -> str | None:
+    """Which part of a shard's state is another rank's, in words; the others are on the shard's own mesh from here.
+
+    Whole tensors, such as `state_dict()` has in hfai's `summon_full_params`, are cut.
+    """
     spec = spec_of(shard)
-    for key, value in (state or {}).items():
+    for key, value in list((state or {}).items()):
+        if state is not None and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim():
+            if value.shape == shard.shape:
+                state[key] = distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None)
         if isinstance(value, DTensor) and value.device_mesh is not spec.mesh:
             if foreign := rank_of_part(value, spec.mesh.mesh.flatten().tolist()):
                 return f"'{key}' of a parameter is {foreign}"

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import ShardingStrategy, StateDictConfig, StateDictS
 
 from shardfn.compat.fsdp1 import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 from shardfn.compat.fsdp1.instance import Instance, state_dict_settings
+from shardfn.compat.fsdp1.state_dicts import OnClassOrInstance
 from shardfn.compat.fsdp1.wrapper import FullyShardedDataParallel
 from shardfn.compat.fsdp2 import DataParallelMeshDims, FSDPModule, fully_shard, register_fsdp_forward_method
 from shardfn.compat.fsdp2 import share_comm_ctx

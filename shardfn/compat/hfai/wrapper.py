@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -10,16 +10,39 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.tensor import DTensor
 
 from shardfn._torch import group_of
-from shardfn.comm import failing_together
+from shardfn.comm import failing_together, whole
 from shardfn.compat import fsdp1
 from shardfn.compat.common import HYBRID, OWN_AXES
-from shardfn.compat.fsdp1 import Instance, state_dict_settings
+from shardfn.compat.fsdp1 import Instance, OnClassOrInstance, state_dict_settings
 from shardfn.notation import ShardError
+from shardfn.stateful import optimizers_of
 
 _ONE_GROUP = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)  # as `HYBRID`: frees weights, or keeps them
 PART = "shardfn"  # in the metadata of a state dict: which part it is
+
+
+@contextmanager
+def _summon_full_params(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """FSDP1's; within it `state_dict()` of this model's optimizers is whole on the first rank, in host memory.
+
+    Communication: what FSDP1's has, and one all-gather a tensor of optimizers that have stepped.
+    """
+    with ExitStack() as stack:
+        for optimizer in optimizers_of(module.parameters()):
+            params = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            states = [{key: _on_host(x) for key, x in optimizer.state.get(p, {}).items()} for p in params]
+            if dist.get_rank() == Instance.of(module).mesh.mesh.flatten()[0]:
+                whole_states = {"state": {at: state for at, state in enumerate(states) if state}}
+                stack.callback(optimizer.register_state_dict_post_hook(lambda _, own, w=whole_states: own | w).remove)
+        stack.enter_context(fsdp1.FullyShardedDataParallel.summon_full_params(module, *args, **kwargs))
+        yield
+
+
+def _on_host(value: Any) -> Any:
+    return whole(value).cpu() if isinstance(value, DTensor) else value
 
 
 class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
@@ -79,6 +102,8 @@ class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
             )
         for _, _, record in Instance.all_in(self):
             record.state_dicts = state_dict_settings(StateDictType.LOCAL_STATE_DICT)
+
+    summon_full_params = OnClassOrInstance(_summon_full_params)
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """This rank's parts, as plain tensors under the model's names; in `summon_full_params` whole ones.

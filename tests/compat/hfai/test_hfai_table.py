@@ -486,23 +486,35 @@ def refuses_the_optimizer_of_rank_0() -> None:
         assert_trees_close({n: p.to_local() for n, p in model.named_parameters()}, before, rtol=0, atol=0)
 
 
-@row("2 train_fsdp.py", "optimizer.state_dict() of rank 0: other optimizers", "refused")
-def refuses_other_optimizers_of_rank_0() -> None:
-    """So it is with SGD's momentum, and with the state dict taken in `summon_full_params`."""
-    with folder() as at:
-        model = wrapped()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-        step_(model, optimizer, 0, 1)
-        with model.summon_full_params():
-            if rank() == 0:
-                torch.save(optimizer.state_dict(), at / "optimizer.pt")
-        dist.barrier()
-        state = torch.load(at / "optimizer.pt", map_location="cpu", weights_only=False)
-        fresh = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-        fresh.load_state_dict(state)
-        model(mine(batch(2))).square().mean().backward()
-        with pytest.raises(ShardError, match="save it on every rank and load each its own"):
-            fresh.step()
+@row("2 train_fsdp.py", "optimizer.state_dict() of rank 0 in summon_full_params")
+def loads_the_whole_optimizer_of_rank_0() -> None:
+    """There it is whole, as the model's, so that every rank may load it; training goes on as if nothing had happened."""
+    makers: list[Any] = [partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.SGD, lr=0.1, momentum=0.9)]
+    for make in makers:
+        with folder() as at:
+            model = wrapped()
+            optimizer = make(model.parameters())
+            step_(model, optimizer, 0, 1)
+            with model.summon_full_params():
+                if rank() == 0:
+                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                    torch.save(state, at / "ckpt.pt")
+            dist.barrier()
+            state = torch.load(at / "ckpt.pt", map_location="cpu")
+            shapes = [x.shape for each in state["optimizer"]["state"].values() for x in each.values() if x.dim()]
+            assert set(shapes) == {p.shape for p in net().parameters()}
+            other = wrapped()
+            with other.summon_full_params():
+                other.load_state_dict(state["model"])
+            fresh = make(other.parameters())
+            fresh.load_state_dict(state["optimizer"])
+            for each, its in ((model, optimizer), (other, fresh)):
+                step_(each, its, 2)
+            ours, theirs = ({n: p.to_local() for n, p in each.named_parameters()} for each in (other, model))
+            assert_trees_close(ours, theirs, rtol=0, atol=0)
+            assert all(
+                x.numel() < p.numel() for p, x in zip(net().parameters(), ours.values(), strict=True) if p.dim() > 1
+            )
 
 
 @row("2 train_fsdp.py", "optimizer.state_dict() of each rank")
