@@ -3,7 +3,8 @@
 A row is an expression. Modules are `b`, a block, and `m`, one that is shared; `S(x,y)` is a Sequential. Wrappers are
 
     F G N   FSDP: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD         C R O   checkpoint_wrapper, one that is reentrant, offload
-    P       torch.compile, in place
+    P       torch.compile, in place                           D       DDP, beside instances
+    L       a frozen block with an adapter, as PEFT makes them
 """
 
 import warnings
@@ -32,7 +33,17 @@ ROWS += [f"{outer}(F(S({x},b)))" for outer, x in product("CRO", ("F(b)", "F(C(b)
 ROWS += [f"F(S({x}(b),b))" for x in "GN"] + [f"{x}(S(F(C(b)),C(F(b))))" for x in "GN"] + ["F(C(S(G(b),N(b))))"]
 ROWS += ["F(S(m,m))", "F(S(C(m),C(m)))", "F(C(S(m,m)))", "F(S(m,F(b),m))", "F(C(F(S(m,F(b),m))))"]
 ROWS += ["F(P(b))", "P(F(b))", "F(S(P(F(b)),b))", "F(S(F(P(b)),C(F(P(b)))))"]
-EVERYDAY = ["F(C(b))", "S(F(C(b)),F(C(b)))", "F(C(S(F(b),b)))", "F(O(S(F(C(b)),b)))", "C(F(S(F(b),b)))", "F(C(S(m,m)))"]
+ROWS += ["S(F(b),D(b))", "F(L(b))", "F(S(L(b),b))", "F(S(F(L(b)),L(F(b))))", "F(C(L(b)))", "F(L(C(b)))"]
+ROWS += ["S(D(L(b)),F(L(b)))", "F(C(S(F(L(b)),b)))", "F(S(P(F(L(b))),b))", "G(S(F(L(b)),b))", "F(S(N(L(b)),b))"]
+EVERYDAY = [
+    "F(S(F(L(b)),L(F(b))))",
+    "F(C(b))",
+    "S(F(C(b)),F(C(b)))",
+    "F(C(S(F(b),b)))",
+    "F(O(S(F(C(b)),b)))",
+    "C(F(S(F(b),b)))",
+    "F(C(S(m,m)))",
+]
 STRATEGIES = {"F": "FULL_SHARD", "G": "SHARD_GRAD_OP", "N": "NO_SHARD"}
 
 
@@ -43,6 +54,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
+
+
+class Adapted(nn.Module):
+    """A module whose parameters are frozen, and a low-rank product beside it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.a, self.b = base.requires_grad_(False), nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
 
 
 def _compiled(module: nn.Module) -> nn.Module:
@@ -61,6 +83,7 @@ def _model(row: str, fsdp: Callable[..., nn.Module]) -> nn.Module:
     names: dict[str, Any] = {letter: sharded(strategy) for letter, strategy in STRATEGIES.items()}
     names |= {"S": nn.Sequential, "P": _compiled, "O": wrappers.offload_wrapper, "C": wrappers.checkpoint_wrapper}
     reentrant = wrappers.CheckpointImpl.REENTRANT
+    names |= {"L": Adapted, "D": nn.parallel.DistributedDataParallel}
     names["R"] = lambda module: wrappers.checkpoint_wrapper(module, checkpoint_impl=reentrant)
     return eval(row.replace("b", "Block()"), {"Block": Block, "m": Block(), **names})
 
@@ -68,7 +91,8 @@ def _model(row: str, fsdp: Callable[..., nn.Module]) -> nn.Module:
 def _trained(row: str, fsdp: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of three steps, and whole parameters after them, by names without those of wrappers."""
     model = _model(row, fsdp)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), list[float]()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), list[float]()
     for step in range(3):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
         loss = model(x.requires_grad_()).square().mean()  # a reentrant checkpoint asks for that
