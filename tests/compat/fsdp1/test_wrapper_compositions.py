@@ -35,15 +35,8 @@ ROWS += ["F(S(m,m))", "F(S(C(m),C(m)))", "F(C(S(m,m)))", "F(S(m,F(b),m))", "F(C(
 ROWS += ["F(P(b))", "P(F(b))", "F(S(P(F(b)),b))", "F(S(F(P(b)),C(F(P(b)))))"]
 ROWS += ["S(F(b),D(b))", "F(L(b))", "F(S(L(b),b))", "F(S(F(L(b)),L(F(b))))", "F(C(L(b)))", "F(L(C(b)))"]
 ROWS += ["S(D(L(b)),F(L(b)))", "F(C(S(F(L(b)),b)))", "F(S(P(F(L(b))),b))", "G(S(F(L(b)),b))", "F(S(N(L(b)),b))"]
-EVERYDAY = [
-    "F(S(F(L(b)),L(F(b))))",
-    "F(C(b))",
-    "S(F(C(b)),F(C(b)))",
-    "F(C(S(F(b),b)))",
-    "F(O(S(F(C(b)),b)))",
-    "C(F(S(F(b),b)))",
-    "F(C(S(m,m)))",
-]
+EVERYDAY = "F(S(F(L(b)),L(F(b)))) F(C(b)) S(F(C(b)),F(C(b))) F(C(S(F(b),b))) F(O(S(F(C(b)),b)))".split()
+EVERYDAY += ["C(F(S(F(b),b)))", "F(C(S(m,m)))"]
 STRATEGIES = {"F": "FULL_SHARD", "G": "SHARD_GRAD_OP", "N": "NO_SHARD"}
 
 
