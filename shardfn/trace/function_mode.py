@@ -29,8 +29,9 @@ from shardfn.context import having
 from shardfn.layout import SAME, SUM, Part, Problem, Tag
 from shardfn.parallel import Adjustments, Amendment, amend, arguments_of, may_run_again, place_of_call
 from shardfn.trace.interpreter import Interpreter
-from shardfn.trace.meta_values import tensors_in, tensors_of
+from shardfn.trace.meta_values import tensors_of
 from shardfn.trace.paired_sizes import Paired, Size, SizesDiffer, local_of, of_side, sizes_of, whole_of
+from shardfn.trace.state_rollback import all_in
 from shardfn.trace.traced_axes import TracedAxes
 from shardfn.trace.value_numbering import ValueNumbers
 
@@ -40,6 +41,7 @@ _WRITING = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm
 _MOST_WAYS = 64  # to amend one call
 _Call = tuple[Any, Any]  # args, kwargs
 _AXIS = ""  # any
+_OBJECT = "an object that is no plain tuple, list or dict: return it in one of these"
 _PLAIN = (Number, str, range, torch.dtype)
 
 
@@ -210,10 +212,14 @@ def _of_tensors(index: Any) -> Any:
 # -- what leaves a run ------------------------------------------------------------------------------------------------
 
 
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    return (x for x in all_in(values) if isinstance(x, Tensor))
+
+
 def check_kept(run: Interpreter, values: Any) -> None:
     """Note what has to be done with the parts in values that modules keep after `apply`."""
     _check_numbers(run, values)
-    for tensor in tensors_in(values, depth=4):
+    for tensor in _tensors_in(values):
         tag, shape = run.tag(tensor), tuple(local_of(tensor).shape)
         for axis, part in tag.parts.items():
             if part.kind != "same":
@@ -229,26 +235,27 @@ def check_kept(run: Interpreter, values: Any) -> None:
 def check_outputs(run: Interpreter, output: Any, kept: Collection[str] = ()) -> None:
     """Note what has to be done with the parts that leave `apply`; modules in `kept` may leave theirs split."""
     _check_numbers(run, output)
-    for at, leaf in enumerate(pytree.tree_leaves(output)):
-        for inner, tensor in enumerate(tensors_in(leaf, depth=4)):
-            tag, shape, expected = run.tag(tensor), tuple(local_of(tensor).shape), tuple(whole_of(tensor).shape)
-            for axis, part in tag.parts.items():
-                direct = isinstance(leaf, Tensor) and not inner
-                if direct and tag.split_by and not tag.split_by <= set(kept) and _is_even_part(tag, axis):
-                    if tag.whole_shape(shape, run.sizes) == expected:
-                        run.found |= Adjustments(joined={(at, axis, part.dim)})
-                        continue
-                _check_output(run, tag, axis, part, at if direct else None, shape, kept)
+    leaves, structure = pytree.tree_flatten(output)
+    found: list[tuple[int | None, Tensor]] = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    found += [(None, x) for holder in (*leaves, structure) for x in _tensors_in(holder) if x is not holder]
+    for at, tensor in found:
+        tag, shape, expected = run.tag(tensor), tuple(local_of(tensor).shape), tuple(whole_of(tensor).shape)
+        for axis, part in tag.parts.items():
+            if at is not None and tag.split_by and not tag.split_by <= set(kept) and _is_even_part(tag, axis):
+                if tag.whole_shape(shape, run.sizes) == expected:
+                    run.found |= Adjustments(joined={(at, axis, part.dim)})
+                    continue
+            if at is not None or part.kind != "same" or tag.wants or tensor.requires_grad:
+                _check_output(run, tag, axis, part, at, shape, kept)
 
 
 def _check_numbers(run: Interpreter, values: Any) -> None:
     """Refuse sizes of this rank that outlive the forward."""
-    for leaf in pytree.tree_leaves(values):
-        for size in leaf if isinstance(leaf, tuple) else (leaf,):
-            if type(size) is Size:
-                rank, one = size.node.rank, size.node.one
-                what = f"{rank!r} leaves the forward, which is {one!r} on one rank: it is made of this rank's sizes"
-                run.problems.append(Problem(what, "sizes"))
+    for size in all_in(values):
+        if type(size) is Size:
+            rank, one = size.node.rank, size.node.one
+            what = f"{rank!r} leaves the forward, which is {one!r} on one rank: it is made of this rank's sizes"
+            run.problems.append(Problem(what, "sizes"))
 
 
 def values_left(numbers: ValueNumbers, tree: Any) -> Iterator[Any]:
@@ -256,7 +263,7 @@ def values_left(numbers: ValueNumbers, tree: Any) -> Iterator[Any]:
     leaves, structure = pytree.tree_flatten(tree)
     yield structure
     for leaf in leaves:
-        tensors = [*tensors_in(leaf, depth=4)]
+        tensors = [*_tensors_in(leaf)]
         yield [(numbers.of(x), tuple(local_of(x).shape), x.dtype, x.requires_grad) for x in tensors]
         if not tensors:
             yield type(leaf), repr(of_side(leaf, "rank")) if isinstance(leaf, _PLAIN) else None
@@ -276,10 +283,9 @@ def _check_output(
         run.found |= Adjustments(kept={(at, axis, part.dim)})
     elif asked:
         modules = ", ".join(sorted(tag.split_by))
-        what = (
-            f"{modules}: Policy.acts leaves its output split over '{axis}', and what is made of it within the model "
-            f"is not the same as of the whole output ({part.why or part.kind})"
-        )
+        why = f"what is made of it within the model is not the same as of the whole output ({part.why or part.kind})"
+        why = f"it leaves the forward in {_OBJECT}" if part.alone else why
+        what = f"{modules}: Policy.acts leaves its output split over '{axis}', and {why}"
         run.problems.append(Problem(what, "acts", tag.split_by))
     elif tag.by_acts and part.alone and at is not None:
         run.found |= Adjustments(joined={(at, axis, part.dim)})
@@ -289,6 +295,9 @@ def _check_output(
         run.found |= Adjustments(shared={(at, axis)})
     elif tag.split_by:
         run.found |= Adjustments(gather=tag.split_by)
+    elif part.kind == "same":
+        what = f"a value of shape {shape} that ranks of '{axis}' use in shares leaves the forward in {_OBJECT}"
+        run.problems.append(Problem(what, "gradient"))
     else:
         why = f": {part.why}" if part.why else ""
         why += f" (in {part.where!r})" if part.where else ""
@@ -299,7 +308,7 @@ def _check_output(
 
 def check_backwards(run: Interpreter, output: Any) -> None:
     """Note what users' backwards make of parts of gradients; the forward has ended, see [Note: backwards of users]."""
-    run.note_backwards(tensors_of(pytree.tree_leaves(output)))
+    run.note_backwards([*_tensors_in(output)])
     for x, path in run.with_backwards.values():
         axes = ", ".join(axis for axis, part in run.tag(x).parts.items() if part.in_shares)
         if why := why_not_linear(x):

@@ -272,14 +272,13 @@ def _makes_small_integers(name: str, args: Any, kwargs: Any) -> bool:
     return integers and prod(max(n, 1) for n in leaves_of(args) if isinstance(n, int)) <= _LARGEST
 
 
-def tensors_in(tree: Any, depth: int, of_caches: bool = False) -> Iterator[Tensor]:
-    """Every tensor of a tree, and of the objects in it that torch does not know as containers."""
+def tensors_in(tree: Any, depth: int) -> Iterator[Tensor]:
+    """Every tensor of a cache, and of the objects in it that torch does not know as containers."""
     for leaf in _torch.pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf
         elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | Callable):
-            if of_caches or not is_cache(leaf):
-                yield from tensors_in(dict(vars(leaf)), depth - 1, of_caches)
+            yield from tensors_in(dict(vars(leaf)), depth - 1)
 
 
 def to_meta(tree: Any, values: MetaValues | None = None) -> Any:

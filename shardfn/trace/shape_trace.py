@@ -442,7 +442,8 @@ def _grown(adjust: Adjustments, found: Adjustments) -> Adjustments | None:
         if name == "sums":  # the outer ones later: before what these sums meet asks for more
             new = {at for at in new if not any(is_in(path, at[0]) for path, _, _ in new)}
         if new:
-            return replace(adjust, **{name: known | new})
+            anew = {"sums": frozenset[Any]()} if name == "gather" else {}  # of what is whole there are none
+            return replace(adjust, **anew, **{name: known | new})
     return None
 
 

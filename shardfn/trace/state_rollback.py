@@ -8,6 +8,7 @@ where sources of random numbers, arrays and files are. What is taken from an ite
 import gc
 import random
 import sys
+import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,16 +26,20 @@ from shardfn._torch import forward_hooks
 from shardfn.layout import OWN, class_of, unwrapped
 from shardfn.notation import ShardError
 from shardfn.trace.meta_values import is_cache
+from shardfn.trace.paired_sizes import local_of, whole_of
 
 _DEPTH = 8  # how many steps are followed from a module, an argument or a hook
 _NEAR = 3  # the same, of what is looked at in every call
 _MOST = 2**12  # items of a container that are looked into
 _LARGE = 2**20  # numbers of an array that is not copied
+_MOST_REACHED = 2**16  # values that are looked at from one that leaves a forward
 _FOREIGN = {"torch", "shardfn", "numpy", "builtins", "logging", "functools", "typing", "enum"}
 _PLAIN = (str, bytes, int, float, complex, type(None), Tensor, nn.Module, type, ModuleType, torch.dtype, torch.device)
 _ENDS = (*_PLAIN, FunctionType, MethodType, partial)  # also where functions are not followed
 
-_CONTAINERS = (OrderedDict, dict, list, deque, set)  # read and written as such: their own methods may be user's code
+_UNREAD = (*_PLAIN, CodeType, types.FrameType, types.TracebackType)
+
+CONTAINERS = (OrderedDict, dict, list, deque, set)  # read and written as such: their own methods may be user's code
 
 _TORCHS = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_compiled_call_impl"}  # attributes of its own
 
@@ -91,7 +96,8 @@ class ReachableState:
                         self.collected += [x for name, x in now.items() if name not in _TORCHS and id(x) not in before]
                     elif id(value) not in self._of_caches:
                         new = [item for item in _items(now) if id(item) not in before]
-                        self.collected += [x for item in new for x in _kept(item, _NEAR)]
+                        # Other numbers, which may be times, are nobody's.
+                        self.collected += [x for item in new for x in all_in(item) if isinstance(x, Tensor | int | str)]
                     _write(value, held)
             for to_here in back.values():
                 to_here()
@@ -120,20 +126,33 @@ def _follow(
         _follow(item, depth - 1, reached, ends, back)
 
 
-def _kept(value: Any, depth: int) -> Iterator[Any]:
-    """The tensors, whole numbers and words in a value; other numbers, which may be times, are nobody's."""
-    if isinstance(value, Tensor | int | str):
-        yield value
-    elif depth and not (isinstance(value, _ENDS) or is_cache(value)):
-        for item in islice(chain(_items(read(value)), _leads_to(value)), _MOST):
-            yield from _kept(item, depth - 1)
+def all_in(value: Any) -> Iterator[Any]:
+    """A value and all that is in it, whatever holds that: slots, closures, views, iterators; nothing is called for it.
+
+    Not what modules, classes, the globals of functions and caches hold.
+    """
+    waiting, seen = deque([value]), dict[int, Any]()
+    while waiting and len(seen) < _MOST_REACHED:
+        value = waiting.popleft()
+        if id(value) not in seen:
+            seen[id(value)] = value  # which keeps its id from being given to another one
+            yield value
+            waiting += _held_by(value)
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    if isinstance(value, Tensor):
+        return [x for x in vars(value).values() if x is not local_of(value) and x is not whole_of(value)]
+    if isinstance(value, FunctionType):
+        return value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)
+    return () if isinstance(value, _UNREAD) or is_cache(value) else gc.get_referents(value)
 
 
 def read(value: Any) -> Any:
     """What something holds that can be changed in place; None of other things."""
     if isinstance(value, dict):
         return dict(zip(dict.keys(value), dict.values(value), strict=True))
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         iterate: Any = _base(value).__iter__
         return (set if isinstance(value, set) else list)(iterate(value))
     if isinstance(value, CellType):
@@ -146,7 +165,7 @@ def read(value: Any) -> Any:
 
 def _write(value: Any, held: Any) -> None:
     """Give something back what it held."""
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         base: Any = _base(value)
         base.clear(value)
         for key, item in held.items() if isinstance(held, dict) else ():
@@ -254,7 +273,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _base(value: Any) -> Any:
     """The container that a value is at bottom."""
-    return next(kind for kind in _CONTAINERS if isinstance(value, kind))
+    return next(kind for kind in CONTAINERS if isinstance(value, kind))
 
 
 def _attributes(value: Any) -> dict[str, Any]:

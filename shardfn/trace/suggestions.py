@@ -47,8 +47,8 @@ _OF_TORCH = {
     "torch.where(x.mean() > 0, a, b) for an `if`, or pass the number as an argument; torch.distributions take "
     "validate_args=False.",
     "'lengths' argument": "Packed sequences cannot be followed: pad them, and mask what is padded.",
-    "Cannot copy out of meta": "Something without data is written into a tensor that has some. Pass that tensor as an "
-    "argument, in a tuple, list or dict, or make it a buffer.",
+    "Cannot copy out of meta": "Something without data is written into a tensor that has some. Tensors that a forward "
+    "makes must follow x.device; pass others as an argument, in a tuple, list or dict, or make them buffers.",
     "ContextVar name='sides'": "A thread of its own computes a module; call modules in that of the forward.",
 }
 

@@ -507,7 +507,7 @@ _FILLED = object()
 
 def _filled(cache: Any) -> bool:
     """Whether a cache holds keys and values."""
-    return any(x.is_floating_point() and x.numel() for x in tensors_in(cache, 4, of_caches=True))
+    return any(x.is_floating_point() and x.numel() for x in tensors_in(cache, 4))
 
 
 def _kind(leaf: Any, goes_on: bool, ranks: int) -> Any:

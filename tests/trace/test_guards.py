@@ -1,6 +1,8 @@
 """What a shape-only trace was decided by is compared at each call: sizes, numbers, attributes, what lists hold."""
 
 import math
+import queue
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,6 +104,53 @@ def test_attributes_that_choose_another_way(mesh: DeviceMesh) -> None:
         for _ in range(2):
             with pytest.raises(sf.ShardError):
                 sf.apply(model, params, x)
+
+
+class Slotted:
+    __slots__ = ("turn",)
+
+
+def _of_a_queue(q: Any) -> float:
+    q.put(turn := q.get())
+    return turn
+
+
+def _of_a_deque(q: Any) -> float:
+    q.rotate(1)
+    return q[0]
+
+
+def _of_slots(q: Any) -> float:
+    q.turn = getattr(q, "turn", 0.0) + 1
+    return q.turn
+
+
+def _queue() -> Any:
+    q = queue.Queue[float]()
+    for turn in range(3):
+        q.put(turn)
+    return q
+
+
+TURNS: list[tuple[Callable[[], Any], Callable[[Any], float]]] = [
+    (_queue, _of_a_queue),
+    (lambda: deque([1.0, 2.0, 3.0]), _of_a_deque),
+    (lambda: type("Own", (deque,), {})([1.0, 2.0, 3.0]), _of_a_deque),
+    (Slotted, _of_slots),
+    (type("Own", (Slotted,), {}), _of_slots),
+]
+
+
+@pytest.mark.parametrize("where", ["attribute", "argument"])
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_what_is_no_list_and_has_no_table_changes(mesh: DeviceMesh, where: str) -> None:
+    for make, turn in TURNS:
+        sharded, own = (of(lambda m, h, q=None, turn=turn: h * turn(m.kept if q is None else q)) for _ in range(2))
+        sharded.kept, own.kept = make(), make()
+        given = ([make()], [make()]) if where == "argument" else ([], [])
+        params, x = sf.shard(sharded, mesh, RULES), inputs()
+        for _ in range(4):
+            assert_parity({"y": sf.apply(sharded, params, x, *given[0])}, {"y": own(x, *given[1]).detach()})
 
 
 @on_meshes({"fsdp": 1, "tp": 2})

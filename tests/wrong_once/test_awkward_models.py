@@ -2,6 +2,9 @@
 
 import dataclasses
 import types
+from collections import defaultdict, deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -266,6 +269,127 @@ def test_a_shared_value_that_leaves_the_model_counts_once(mesh: DeviceMesh) -> N
     assert_parity({"loss": loss}, {"loss": expected.detach()})
     wanted = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in reference.named_parameters()}
     assert_parity(sf.gather(grads), wanted, tol=1e-11)
+
+
+class Named(dict[str, Any]):
+    """As libraries make outputs."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Rows(list[Any]): ...
+
+
+class Pair(tuple[Any, ...]): ...
+
+
+class Queue(deque[Any]): ...
+
+
+class Lists(defaultdict[str, Any]): ...
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    hidden: Any
+
+
+class OfSlots:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: Any) -> None:
+        self.hidden = hidden
+
+
+def _noted(on: Any, x: Tensor) -> Any:
+    on.seen = x
+    return on
+
+
+def _first(held: Any) -> Any:
+    return next(iter(held))
+
+
+# What holds a tensor, and how it is taken out.
+HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
+    "Named": (lambda h: Named(hidden=h), lambda held: held.hidden),
+    "Rows": (lambda h: Rows([h]), _first),
+    "Pair": (lambda h: Pair([h]), _first),
+    "Queue": (lambda h: Queue([h]), _first),
+    "Lists": (lambda h: Lists(list, hidden=h), lambda held: held["hidden"]),
+    "OrderedDict in a dict": (lambda h: {"a": Named(hidden=[h])}, lambda held: held["a"].hidden[0]),
+    "Slotted": (Slotted, lambda held: held.hidden),
+    "OfSlots": (OfSlots, lambda held: held.hidden),
+    "set": (lambda h: {h}, _first),
+    "frozenset": (lambda h: frozenset([h]), _first),
+    "key": (lambda h: {h: 1}, _first),
+    "proxy": (lambda h: types.MappingProxyType({1: h}), lambda held: held[1]),
+    "values": (lambda h: {1: h}.values(), _first),
+    "items": (lambda h: {1: h}.items(), lambda held: _first(held)[1]),
+    "zip": (lambda h: zip([h], strict=True), lambda held: next(held)[0]),
+    "reversed": (lambda h: reversed([h]), next),
+    "enumerate": (lambda h: enumerate([h]), lambda held: next(held)[1]),
+    "iterator": (lambda h: iter((h,)), next),
+    "closure": (lambda h: lambda: h, lambda held: held()),
+    "default": (lambda h: lambda x=h: x, lambda held: held()),
+    "partial": (lambda h: partial(torch.mul, h), lambda held: held(1)),
+    "method": (lambda h: h.clone, lambda held: held()),
+    "beside itself": (lambda h: (h, lambda: h), lambda held: held[0] + held[1]()),
+    "attribute": (lambda h: _noted(h.new_ones(3), h), lambda held: held.seen),
+}
+
+
+class Holding(MLP):
+    """Returns or keeps split features in a holder."""
+
+    holds: Callable[[Tensor], Any]
+
+    def forward(self, x: Tensor, mode: str | None = None) -> Any:
+        h = self.up(self.enter(x))
+        if mode != "keeps":
+            return type(self).holds(h)
+        self.kept = type(self).holds(h)
+        return h.sum()
+
+
+@pytest.mark.everyday(24)
+@pytest.mark.parametrize("name", HOLDERS)
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_what_is_in_any_holder_is_whole(mesh: DeviceMesh, name: str) -> None:
+    holds, taken = HOLDERS[name]
+    model = _make(type("Holds", (Holding,), {"holds": holds}))
+    params, reference = sf.shard(model, mesh, sf.Policy(rules=RULES)), _make(type(model))
+    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    loss, grads = sf.value_and_grad(lambda p: taken(sf.apply(model, p, x)).square().mean())(params)
+    expected = taken(reference(x)).square().mean()
+    expected.backward()
+    assert_parity({"loss": loss}, {"loss": expected.detach()})
+    wanted = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in reference.named_parameters()}
+    assert_parity(sf.gather(grads), wanted, tol=1e-11)
+    sums = sf.apply(model, params, x, "keeps"), reference(x, "keeps")
+    kept = taken(model.kept), taken(reference.kept)
+    assert_parity({"sum": sums[0], "kept": kept[0]}, {"sum": sums[1].detach(), "kept": kept[1].detach()})
+
+
+class InAnObject(SharedToo):
+    def forward(self, x: Tensor, mode: str | None = None) -> Any:
+        return Named(zip(("out", "seen"), super().forward(x), strict=True))
+
+
+def test_what_cannot_be_replaced_in_an_object_is_refused() -> None:
+    """A shared value counts once in gradients, and logits that stay split become `SplitLogits`."""
+    mesh, x = sf.MeshSpec(fsdp=1, tp=2), torch.ones(4, 8, dtype=torch.float64)
+    with pytest.raises(sf.ShardError, match=r"use in shares leaves the forward in an object .*dict"):
+        sf.plan(_make(InAnObject), mesh, sf.Policy(rules=RULES), example=x)
+    model = _make(type("Holds", (Holding,), {"holds": lambda h: Named(hidden=h)}))
+    with pytest.raises(sf.ShardError, match="its output split over 'tp', and it leaves the forward in an object"):
+        sf.plan(model, mesh, sf.Policy(rules=RULES, acts={"up": "... f@tp"}), example=x)
+
+
+def test_a_size_of_a_rank_in_an_object_is_refused() -> None:
+    model = _make(type("Holds", (Holding,), {"holds": lambda h: Named(size=h.shape[-1])}))
+    with pytest.raises(sf.ShardError, match="8 leaves the forward, which is 16 on one rank"):
+        sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), sf.Policy(rules=RULES), example=torch.ones(4, 8).double())
 
 
 class Raw(nn.Module):

@@ -307,7 +307,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a cache that an object holds": Mistake(
         lambda mesh: _cached(mesh, SimpleNamespace(seen=torch.zeros(2, 4, 8))),
-        r"Pass that tensor as an argument, in a tuple, list or dict",
+        r"pass others as an argument, in a tuple, list or dict",
         lambda mesh: _cached(mesh, {"seen": torch.zeros(2, 4, 8)}),
     ),
     "a loop over heads": Mistake(
