@@ -81,8 +81,10 @@ def may_run_again() -> bool:
 
 def arguments_of(tree: Any) -> list[Any]:
     """What is in the arguments of a call: their tuples, lists, dicts and slices."""
-    parts: Iterable[Any] | None = _parts(tree)
-    return [tree] if parts is None else [leaf for part in parts for leaf in arguments_of(part)]
+    leaves: list[Any] = []
+    for x in _parts(tree) or ():
+        leaves += arguments_of(x) if isinstance(x, tuple | list | dict | slice) else (x,)
+    return leaves
 
 
 def _parts(tree: Any) -> Iterable[Any] | None:

@@ -160,9 +160,10 @@ class MetaValues:
             args, kwargs = _torch.without_writing(func, self._meeting, args, kwargs)  # or what is written would be lost
             tensors = tensors_of((args, kwargs))
         known = all(x in self._known for x in tensors) if tensors else _makes_small_integers(name, args, kwargs)
-        random, blank = torch.Tag.nondeterministic_seeded in func.tags, any(x.is_meta for x in tensors)
+        random = torch.Tag.nondeterministic_seeded in func.tags
         if not known or name in EMPTY or random:
-            held = not random and (self._on_cpu or not blank) and all(self.of(x) is not None for x in tensors)
+            here = self._on_cpu or not any(x.is_meta for x in tensors)
+            held = here and not random and all(self.of(x) is not None for x in tensors)
             return (self._with_data if held else self._without_values)(func, args, kwargs)
         real_args, real_kwargs = _torch.pytree.tree_map(self._real, (args, kwargs))
         try:

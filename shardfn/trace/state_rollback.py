@@ -37,6 +37,7 @@ _FOREIGN = {"torch", "shardfn", "numpy", "builtins", "logging", "functools", "ty
 _PLAIN = (str, bytes, int, float, complex, type(None), Tensor, nn.Module, type, ModuleType, torch.dtype, torch.device)
 _ENDS = (*_PLAIN, FunctionType, MethodType, partial)  # also where functions are not followed
 
+_NO_SOURCES = (dict, list, tuple, FunctionType, MethodType, CellType)
 _UNREAD = (*_PLAIN, CodeType, types.FrameType, types.TracebackType)
 
 CONTAINERS = (OrderedDict, dict, list, deque, set)  # read and written as such: their own methods may be user's code
@@ -188,6 +189,8 @@ def _write(value: Any, held: Any) -> None:
 
 def _way_back(value: Any) -> Callable[[], Any] | None:
     """What brings a source of numbers or items to where it is now; None of what is none."""
+    if isinstance(value, _NO_SOURCES):
+        return None
     numpy: Any = sys.modules.get("numpy")
     match value:
         case torch.Generator():
