@@ -193,7 +193,10 @@ def check_batch(grid: Grid, compute: Sequence[str], batch: Any, problem: str | N
             coords = odd[0] if grid.pure else grid.coords.values()
             where = ", ".join(f"{name}={coord}" for name, coord in zip(grid.sizes, coords, strict=True))
             why = f"apply: the inputs differ between ranks along '{axis}' (this is {where}). Those ranks work on the"
-            raise ShardError(f"{why} same samples; load batches by sf.data.rank(mesh), which counts data axes only.")
+            raise ShardError(
+                f"{why} same samples; load batches by sf.data.rank(mesh), which counts data "
+                "axes only, and make the same calls on all ranks, not on the first one alone"
+            )
 
 
 def _fingerprint(batch: Any) -> int:

@@ -40,7 +40,7 @@ class Optimizer(NamedTuple):
         update: `update(grads, state, params) -> (updates, state)`, pure and differentiable. Updates are added to
             parameters, see `apply_updates`; they are in float32 or wider, and only for parameters that train.
         step: `step(params, grads, state) -> (params, state)`, the same in place: the parameters returned are the same
-            objects, `nn.Parameter`s too, and the old state is used up. Outside autograd.
+            objects, `nn.Parameter`s too, and so may the state be. Outside autograd.
     """
 
     init: Callable[[Tree], Any]

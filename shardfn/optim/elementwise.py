@@ -249,7 +249,8 @@ class _Elementwise:
                     self.rule.step(options, state.step, same[0], same[1], same[2:])
                 for written in (columns[0], *columns[2:]):
                     increment_version(written)
-        return params, state._replace(step=state.step + 1)
+            state.step.add_(1)  # as what it counts: a state that is used again goes on
+        return params, state
 
 
 def in_one_dtype(columns: list[list[Tensor]], least: Mapping[str, torch.dtype]) -> Iterator[list[list[Tensor]]]:

@@ -243,15 +243,23 @@ def require_params(verb: str, tree: object) -> Params:
 
 
 def require_reduced(verb: str, name: str, leaf: Tensor) -> None:
-    """A leaf is no pending sum.
+    """A leaf is no pending sum, and no plain tensor.
 
     Raises:
         ShardError: it is.
     """
+    if not isinstance(leaf, DTensor) and not in_transform():
+        raise plain_leaf(verb, name)
     if isinstance(leaf, DTensor) and any(isinstance(placement, Partial) for placement in leaf.placements):
         why = f"{verb}: '{name}' is a sum that is still pending. Gradients of value_and_grad(reduce=None) go through"
         instead = "a function in sf.tree.map that adds up leaves ends in value.redistribute(placements=leaf.placements)"
         raise ShardError(f"{why} sf.reduce_grads(tree); {instead}")
+
+
+def plain_leaf(verb: str, name: str) -> ShardError:
+    """The error of a plain tensor, such as a whole one, that stands in a tree in place of a leaf."""
+    write = f"sf.shard(sf.gather(params) | {{{name!r}: value}}, params.mesh, params.plan)"
+    return ShardError(f"{verb}: {name!r} is a plain tensor, and leaves are DTensors. Write {write} of a whole one")
 
 
 def reduce_grads(

@@ -19,8 +19,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import MESSAGES, in_transform, pytree, refuse_of_dtensors, unwrap_local, with_local
-from shardfn.comm import pvary
+from shardfn._torch import (
+    MESSAGES,
+    in_transform,
+    pytree,
+    refuse_of_dtensors,
+    same_layouts,
+    spec_of,
+    unwrap_local,
+    with_local,
+)
+from shardfn.comm import in_layout, pvary
 from shardfn.context import holding, is_under_way
 from shardfn.layout import Plan, clear_padding_, grid_of, matches, per_rank
 from shardfn.notation import ShardError, did_you_mean
@@ -247,14 +256,16 @@ pytree.register_pytree_node(Params, _flatten, _unflatten, flatten_with_keys_fn=_
 def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`fn` on every leaf of `tree` (and of trees of the same structure), on whole `DTensor`s.
 
-    No communication as long as `fn` is elementwise.
+    No communication as long as `fn` is elementwise. What `fn` lays out in another way (`w.T`, `w.softmax(0)`) is put
+    into the layout of the leaf of `tree`, if it has the same shape: a redistribution of the leaf, beside those of `fn`.
+    A plain tensor stays one, such as `w.full_tensor()` is, which no tree has for a leaf.
 
         >>> import torch, shardfn as sf
         >>> sf.tree.map(torch.add, {"a": torch.ones(2)}, {"a": torch.ones(2)})
         {'a': tensor([2., 2.])}
 
     Raises:
-        ShardError: the trees have other names or layouts.
+        ShardError: the trees have other names or layouts, or some of them, but not all, are pending gradients.
     """
     tree, *rest_alike = _alike([tree, *rest])
     flat, structure = pytree.tree_flatten(tree)
@@ -264,16 +275,39 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
             others.append(structure.flatten_up_to(_like_members(other, tree)))
         except ValueError as error:
             raise ShardError(f"tree.map: {_difference(tree, other) or error}") from None
-    rows = zip(flat, *others, strict=True)
+    rows = list(zip(flat, *others, strict=True))
+    if isinstance(tree, Params) and any(x.plan.reduction is None for x in (tree, *rest_alike) if isinstance(x, Params)):
+        _refuse_mixed_sums(tree, rows)
     if isinstance(tree, Params) and tree.plan.vmaps is not None:
         results = [_on_parts(fn, tree, name, row) for name, row in zip(tree, rows, strict=True)]
     else:
         with _saying_what_mixes():
             results = [fn(*row) for row in rows]
+    if isinstance(tree, Params) and not same_layouts(flat, results):
+        results = [_in_layout(leaf, x) for leaf, x in zip(flat, results, strict=True)]
     if isinstance(tree, Params) and tree.plan.policy.pad:
         results = [_without_padding(tree, name, leaf) for name, leaf in zip(tree, results, strict=True)]
     out = structure.unflatten(results)
     return _as_members(out, tree) if isinstance(tree, Params) and tree else out
+
+
+def _is_sum(leaf: Any) -> bool:
+    return isinstance(leaf, DTensor) and any(placement.is_partial() for placement in leaf.placements)
+
+
+def _refuse_mixed_sums(tree: Params, rows: Iterable[Sequence[Any]]) -> None:
+    for name, row in zip(tree, rows, strict=True):
+        if len({_is_sum(leaf) for leaf in row if isinstance(leaf, DTensor)}) > 1:
+            why = "is a sum that is still pending in some of the trees, which torch would add up, and not average"
+            raise ShardError(f"tree.map: {name!r} {why}; call sf.reduce_grads first")
+
+
+def _in_layout(leaf: Any, result: Any) -> Any:
+    """What is made of a leaf and has its shape, in its layout; what is made of a pending sum stays as it is."""
+    if not isinstance(leaf, DTensor) or not isinstance(result, DTensor) or _is_sum(leaf):
+        return result
+    alike = result.shape == leaf.shape and result.device_mesh == leaf.device_mesh
+    return in_layout(result, spec_of(leaf)) if alike else result
 
 
 @contextmanager

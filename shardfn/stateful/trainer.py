@@ -204,7 +204,10 @@ class Trainer(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, *batch: Any) -> dict[str, Any]:
-        """The loss of this data rank's batch, averaged over data ranks, without an update; dropout is off meanwhile."""
+        """The loss of this data rank's batch, averaged over data ranks, without an update; dropout is off meanwhile.
+
+        All ranks have to call it.
+        """
         loss_fn = self._require("loss_fn", self.loss_fn)
         with ExitStack() as modes:
             for module in (self, *self.module.modules()):

@@ -181,6 +181,11 @@ def explained(verb: str, write: str = _WEIGHT, loss: active_transforms.Different
     """
     try:
         yield
+    except (TypeError, AttributeError) as error:
+        if "Params" in str(error) or "positional argument" in str(error):
+            called = f"{verb}: the loss is called as loss_fn(params, *batch), of which the first is a tree of shards"
+            error.add_note(f"{called}: write sf.apply(model, params, x) in it for model(x)")
+        raise
     except (RuntimeError, AssertionError) as error:
         if loss is not None and loss.has_forward_mode and "modified by an inplace operation" in str(error):
             raise ShardError(

@@ -24,7 +24,7 @@ from shardfn.engine import Borrowed, Session, recomputed
 from shardfn.layout import Grid, Plan, class_of, decide, first_match, grid_of, submodule, unwrapped
 from shardfn.notation import ShardError, did_you_mean
 from shardfn.parallel import Adjustments, ComputeAxes, SplitLogits, kept_by_acts, wiring
-from shardfn.params import Params
+from shardfn.params import Params, plain_leaf
 from shardfn.random import Masks, Offsets, dropout_modules, dropping, offsets_of_call, part_over, stream
 from shardfn.trace import VALUES, Guards, ShapeTrace, Structure, Watch, is_cache, signature, snapshot, tensors_in
 from shardfn.transforms.forward_mode import as_now
@@ -161,6 +161,9 @@ class _Call:
         if not self.plan.leaves.keys() <= self.params.keys():
             missing = [name for name in self.plan.leaves if name not in self.params]
             raise ShardError(f"apply: the tree lacks {len(missing)} leaves, the first is {missing[0]!r}")
+        if not inside and not {Tensor, nn.Parameter}.isdisjoint(map(type, self.params.values())):
+            plain = next(name for name, leaf in self.params.items() if not isinstance(leaf, DTensor))
+            raise plain_leaf("apply", plain)
         if torch.is_grad_enabled() and any(map(requires_grad, self.kept.frozen)):
             why = "parameters that asked for no gradient when sf.shard made the tree do now, and would get none"
             raise ShardError(f"apply: {why}. Write model.load_state_dict(sf.gather(params)), and shard the model again")

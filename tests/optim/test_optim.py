@@ -1115,3 +1115,22 @@ def test_namespaces() -> None:
     for name in "adamw sgd lion chain clip clip_by_global_norm masked schedule from_torch global_norm".split():
         assert getattr(optim, name) is getattr(sfo, name)
     assert tree.ema is core_tree.ema and data.rank is core_data.rank and collectives.psum is core_collectives.psum
+
+
+def test_a_state_that_is_used_again_goes_on() -> None:
+    for make in (
+        sfo.adamw,
+        sfo.lion,
+        lambda lr: sfo.sgd(lr, momentum=0.9),
+        lambda lr: sfo.adamw(lambda step: lr / 2**step),
+    ):
+        opt, found = make(0.1), []
+        for keeps in (False, True):
+            params: Any = {"w": torch.ones(3)}
+            state = opt.init(params)
+            for _ in range(3):
+                after = opt.step(params, {"w": params["w"].clone()}, state)[1]
+                state = after if keeps else state
+            found.append((params["w"], state.step))
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+        assert found[0][1] == 3

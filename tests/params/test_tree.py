@@ -189,3 +189,73 @@ def test_plain_tensors_among_leaves_say_what_to_write() -> None:
     joined: Any = {**params}
     with pytest.raises(TypeError, match=r"got dict; write .*; parts of trees are joined by a \| b"):
         sf.apply(torch.nn.Linear(2, 2), joined, torch.ones(1, 2))
+
+
+SQUARE = sf.Policy(rules={"0.weight": "o@tp c@fsdp", "1.weight": "o@fsdp c@tp"})
+OTHER_LAYOUTS = {
+    "transpose": torch.t,
+    "cumsum": lambda w: w.cumsum(0),
+    "flip": lambda w: w.flip(0),
+    "roll": lambda w: w.roll(1, 0),
+    "softmax": lambda w: w.softmax(0),
+    "sort": lambda w: w.sort(0)[0],
+    "cube": lambda w: w @ w.T @ w if w.dim() == 2 else w,
+}
+
+
+def squares(mesh: DeviceMesh) -> tuple[nn.Module, sf.Params, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
+    return model, sf.shard(model, mesh, SQUARE), torch.randn(8, 8, dtype=torch.float64)
+
+
+@on_meshes()
+def test_what_has_another_layout_is_put_into_that_of_the_leaf(mesh: DeviceMesh) -> None:
+    model, params, x = squares(mesh)
+    (part,) = sf.data.local_batch((x,), mesh)
+    for fn in OTHER_LAYOUTS.values():
+        mapped = sf.tree.map(fn, params)
+        assert_like(mapped, params)
+        named: dict[str, Any] = dict(model.named_parameters())
+        want = {name: fn(value) for name, value in named.items()}
+        for name, value in sf.gather(mapped).items():
+            torch.testing.assert_close(value, want[name])
+        torch.testing.assert_close(sf.apply(model, mapped, x), torch.func.functional_call(model, want, (x,)))
+
+        found = sf.grad(lambda p, fn=fn: sf.apply(model, sf.tree.map(fn, p), part).square().mean())(params)
+        loss = torch.func.functional_call(model, want, (x,)).square().mean()
+        expected = torch.autograd.grad(loss, [*named.values()])
+        for name, grad in zip(named, expected, strict=True):
+            torch.testing.assert_close(sf.gather(found)[name], grad)
+
+
+@on_meshes()
+def test_a_plain_tensor_is_no_leaf(mesh: DeviceMesh) -> None:
+    model, params, x = squares(mesh)
+    whole = sf.tree.map(lambda w: 2 * w.full_tensor(), params)
+    assert type(whole["0.weight"]) is torch.Tensor
+    params["0.weight"] = value = torch.ones(8, 8, dtype=torch.float64)
+    for tree in (whole, params):
+        with pytest.raises(sf.ShardError, match=r"gather: '0.weight' is a plain tensor, .* Write sf.shard\("):
+            sf.gather(tree)
+        with pytest.raises(sf.ShardError, match=r"apply: '0.weight' is a plain tensor, .* Write sf.shard\("):
+            sf.apply(model, tree, x)
+    params = squares(mesh)[1]
+    params = sf.shard(sf.gather(params) | {"0.weight": value}, params.mesh, params.plan)
+    assert torch.equal(sf.gather(params)["0.weight"], value)
+
+
+@pytest.mark.everyday(3)
+@on_meshes()
+def test_pending_gradients_meet_no_parameters(mesh: DeviceMesh) -> None:
+    model, params, x = squares(mesh)
+    (part,) = sf.data.local_batch((x,), mesh)
+    pending = sf.grad(lambda p: sf.apply(model, p, part).square().mean(), reduce=None)(params)
+    if len(x) > len(part):
+        for trees in ((params, pending), (pending, params)):
+            with pytest.raises(sf.ShardError, match=r"tree.map: '0.weight' is a sum that is still pending .* first"):
+                sf.tree.map(torch.add, *trees)
+        with pytest.raises(sf.ShardError, match=r"call sf\.reduce_grads first"):
+            sf.tree.lerp(params, pending, 0.5)
+    twice = sf.reduce_grads(sf.tree.map(torch.add, pending, pending))
+    torch.testing.assert_close(sf.gather(twice), sf.gather(sf.tree.map(lambda g: 2 * g, sf.reduce_grads(pending))))

@@ -1020,3 +1020,19 @@ def test_groups_by_dims_that_the_models_parameters_do_not_have_are_refused(mesh:
     for matrices in (["0.weight", "1.weight"], list(own), ["0.weight", "0.bias"], ["0.bias"]):
         vectors = [p for name, p in own.items() if name not in matrices]
         groups([own[name] for name in matrices], vectors).step()
+
+
+@on_meshes({"fsdp": 1})
+def test_a_loss_that_is_called_otherwise_says_how_it_is_called(mesh: DeviceMesh) -> None:
+    x = torch.ones(2, 2)
+    for loss_fn, batch in (
+        (nn.functional.mse_loss, (x, x)),
+        (lambda model, x: model(x).sum(), (x,)),
+        (lambda params, x, y: x.sum(), ([x, x],)),
+    ):
+        trainer = sf.Trainer(nn.Linear(2, 2), mesh, optimizer=sf.optim.sgd(0.1), loss_fn=loss_fn)
+        for call in (trainer.step, trainer.evaluate):
+            with pytest.raises((AttributeError, TypeError)) as caught:
+                call(*batch)
+            assert "loss_fn(params, *batch)" in caught.value.__notes__[0]
+            assert "sf.apply(model, params, x)" in caught.value.__notes__[0]
