@@ -23,6 +23,7 @@ from shardfn.comm import exchange_numbers
 from shardfn.compat.common import Sharded, Tree, own_modules, put_shards, spread_inside
 from shardfn.layout import by_all_names, exactly, shards_in, unwrapped
 from shardfn.notation import ShardError
+from shardfn.params import initialize
 from shardfn.stateful import REPLACED, take_shards
 
 _ZERO2 = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -116,7 +117,8 @@ class Instance(Sharded):
         placed = has_meta and src is None and any(isinstance(p, DTensor) and p.is_meta for p in params)
         if has_meta and src is None and not placed:
             _materialize(module)
-        put_shards(module, self, init=(self.settings.param_init_fn or _reset) if placed else None, src=src)
+        init = (self.settings.param_init_fn or _reset) if placed else None
+        put_shards(self, module, initialize.Origin(module, init, src))
         for parameter in module.parameters():
             if isinstance(parameter, DTensor):
                 vars(parameter)["_fsdp_flattened"] = True  # Prodigy and Lightning look for it

@@ -28,7 +28,7 @@ from shardfn.compat.common import meshes, sharded_module
 from shardfn.engine import reductions
 from shardfn.layout import CLASS, device_of, exactly, shards_in
 from shardfn.notation import ShardError
-from shardfn.params import sharding
+from shardfn.params import initialize, sharding
 from shardfn.stateful import REPLACED, whole_in_place
 
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
@@ -77,7 +77,7 @@ class Group(sharded_module.Sharded):
         renamed = [p for p in _dtensors(module) if id(p) not in left] if has_whole else []
         _move(renamed, self.mesh)
         try:
-            sharded_module.put_shards(module, self, later=True)
+            sharded_module.put_shards(self, module, initialize.Origin(module, later=True))
         except Exception:
             if self.placed is not None:
                 _move(renamed, self.placed)
