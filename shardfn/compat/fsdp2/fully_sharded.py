@@ -73,14 +73,13 @@ class Group(sharded_module.Sharded):
                 inner.mesh, inner.data = self.mesh, self.data  # the same ranks by other axis names
                 inner.version += 1
         # DTensors on the whole mesh, maybe by other axis names than those of the data axes here
-        has_whole = self.placed is not None and self.placed.ndim >= self.mesh.ndim
-        renamed = [p for p in _dtensors(module) if id(p) not in left] if has_whole else []
+        placed = self.placed or self.mesh
+        renamed = [p for p in _dtensors(module) if id(p) not in left] if placed.ndim >= self.mesh.ndim else []
         _move(renamed, self.mesh)
         try:
             sharded_module.put_shards(self, module, initialize.Origin(module, later=True))
         except Exception:
-            if self.placed is not None:
-                _move(renamed, self.placed)
+            _move(renamed, placed)
             raise
 
     def put_back(self) -> None:
