@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
-from torch.distributed.fsdp._fully_shard._fsdp_init import _verify_managed_param
+from torch.distributed.fsdp._fully_shard._fsdp_init import _validate_module, _verify_managed_param
 from torch.distributed.fsdp._fully_shard._fully_shard import _unimplemented_deepcopy
 from torch.distributed.tensor import DTensor, Shard
 
@@ -269,8 +269,7 @@ def _checked(given: Any) -> tuple[nn.Module, ...]:
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"fully_shard: expected an nn.Module, or a list of them, got {type(module).__name__}")
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
-            raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+        _validate_module(module, "fully_shard")
         if Group.has_sharded(module):
             why = "Each distinct composable distributed API can only be applied to a module once"
             raise AssertionError(f"{why}. fully_shard has already been applied to the following module:\n{module}")
