@@ -112,9 +112,6 @@ class _Modules(MetaPathFinder, Loader):
         """The module of this name, if it is one of them."""
         return ModuleSpec(fullname, self, is_package=True) if fullname in self._contents else None
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        """An ordinary module."""
-
     def exec_module(self, module: ModuleType) -> None:
         """Give it its names."""
         vars(module).update(self._contents[module.__name__])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp._fully_shard._fsdp_init import _validate_mesh
 from torch.distributed.fsdp._init_utils import _get_device_from_device_id, _is_valid_hybrid_shard_pg_type
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -224,11 +225,8 @@ def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
         raise TypeError(f"fully_shard: expected a DeviceMesh, got {type(mesh).__name__}")
     if dims is not None:
         mesh = _named_dims(mesh, dims)
-    if mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    _validate_mesh(mesh)
     names = mesh.mesh_dim_names
-    if mesh.ndim == 2 and names is None:
-        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
     if names is not None and roles(names, names).shardable == names[-1:]:
         return mesh
     return mesh_of(mesh.get_all_groups(), mesh.device_type, OWN_AXES[-mesh.ndim :], mesh.mesh)
@@ -258,19 +256,13 @@ def whole_mesh(mesh: DeviceMesh, dims: Any) -> tuple[DeviceMesh, tuple[str, ...]
 
 def _named_dims(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
     """The data dims of a mesh of all dims, as `DataParallelMeshDims` names them."""
+    _validate_mesh(mesh, dims)  # torch 2.11 has no such dims, and takes none
     shard, replicate = tuple(dims.shard_names), tuple(dims.replicate_names)
-    if not shard and not replicate:
-        raise ValueError("At least one of shard or replicate must be set in dp_mesh_dims")
-    if mesh.mesh_dim_names is None:
-        raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
-    for name in (*shard, *replicate):
-        if name not in mesh.mesh_dim_names:
-            raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
     if not shard:
         raise ShardError("fully_shard: dp_mesh_dims names no dim to shard over; replicate by DDP or sf.policies.ddp()")
     if not replicate:
         return mesh[shard[0]] if len(shard) == 1 else mesh[shard]._flatten("_".join(shard))
-    order = [axis for axis in mesh.mesh_dim_names if axis in (*shard, *replicate)]
+    order = [axis for axis in mesh.mesh_dim_names or () if axis in (*shard, *replicate)]
     if len(replicate) == len(shard) == 1 and order == [*replicate, *shard]:
         return mesh[(*replicate, *shard)]
     raise ShardError(f"fully_shard: dp_mesh_dims needs one dim each, replicate before shard, got {replicate}, {shard}")

@@ -169,27 +169,20 @@ def spread_inside(module: nn.Module, record: Sharded) -> None:
             inner.version += 1
 
 
-def put_shards(
-    module: nn.Module,
-    record: Sharded,
-    *,
-    init: initialize.Init | None = None,
-    src: int | None = None,
-    later: bool = False,
-) -> None:
+def put_shards(record: Sharded, module: nn.Module, origin: initialize.Origin) -> None:
     """Shard the parameters in a tree that are no shards yet; buffers stay the tensors that they are where they can.
 
     Args:
+        record: what the tree is to know.
         module: the tree.
-        record: what it is to know.
-        init, src, later: as in `Origin`.
+        origin: where its values come from.
     """
     if not _OUTSIDE:
         _OUTSIDE.append(GraphBreak(_run_and_compile))
-    before = dict(module.named_buffers(remove_duplicate=False)) if src is None else {}
-    kept = {name for name, x in before.items() if x.device == record.device or (later and x.is_meta)}
+    before = dict(module.named_buffers(remove_duplicate=False)) if origin.src is None else {}
+    kept = {name for name, x in before.items() if x.device == record.device or (origin.later and x.is_meta)}
     policy = policy_of(module, record, shards_in(module))
-    params = initialize.shard_own(initialize.Origin(module, init, src, later), record.mesh, policy)
+    params = initialize.shard_own(origin, record.mesh, policy)
     params.buffers = {name: new for name, new in params.buffers.items() if name not in kept}
     install(module, params)
 

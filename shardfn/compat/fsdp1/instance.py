@@ -3,7 +3,7 @@
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictSettings, StateDictType
+from torch.distributed.fsdp import _init_utils as torchs
 from torch.distributed.fsdp._common_utils import TrainingState
-from torch.distributed.fsdp._init_utils import _check_ignored_states, _verify_managed_params
-from torch.distributed.fsdp.wrap import _Policy
+from torch.distributed.fsdp.wrap import _Policy, _post_order_apply
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import buffers_of, parameters_of
@@ -23,6 +23,7 @@ from shardfn.comm import exchange_numbers
 from shardfn.compat.common import Sharded, Tree, own_modules, put_shards, spread_inside
 from shardfn.layout import by_all_names, exactly, shards_in, unwrapped
 from shardfn.notation import ShardError
+from shardfn.params import initialize
 from shardfn.stateful import REPLACED, take_shards
 
 _ZERO2 = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -106,7 +107,7 @@ class Instance(Sharded):
         _require_own_shards(module)
         spread_inside(module, self)
         params = [p for p in module.parameters() if id(p) not in ignored]
-        _verify_managed_params(module, params)
+        torchs._verify_managed_params(module, params)
         for parameter in self.ignored_params if self.settings.device_id is not None else ():
             if not parameter.is_meta:  # `device_id` says where they are too
                 parameter.data = parameter.data.to(self.device)
@@ -116,7 +117,8 @@ class Instance(Sharded):
         placed = has_meta and src is None and any(isinstance(p, DTensor) and p.is_meta for p in params)
         if has_meta and src is None and not placed:
             _materialize(module)
-        put_shards(module, self, init=(self.settings.param_init_fn or _reset) if placed else None, src=src)
+        init = (self.settings.param_init_fn or _reset) if placed else None
+        put_shards(self, module, initialize.Origin(module, init, src))
         for parameter in module.parameters():
             if isinstance(parameter, DTensor):
                 vars(parameter)["_fsdp_flattened"] = True  # Prodigy and Lightning look for it
@@ -226,33 +228,25 @@ def _require_own_shards(module: nn.Module) -> None:
 def _materialize(module: nn.Module) -> None:
     """Give meta tensors memory and values, in the order of torch: instances inside first, each breadth first."""
     tied = by_all_names(module.named_parameters(remove_duplicate=False))
-    for instance in _in_post_order(module, set()):
-        if Instance.has_sharded(instance):
-            _materialize_own(unwrapped(instance), Instance.of(instance))
+
+    def materialize(inside: nn.Module) -> None:
+        if Instance.has_sharded(inside):
+            _materialize_own(unwrapped(inside), Instance.of(inside))
+
+    _post_order_apply(module, materialize)
     for _, names in (one for one in tied if one[0].is_meta):
         for name in names[1:]:  # memory of their own
             path, _, attribute = name.rpartition(".")
             module.get_submodule(path)._parameters[attribute] = module.get_parameter(names[0])
 
 
-def _in_post_order(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    seen.add(id(module))
-    for child in module.children():
-        if id(child) not in seen:
-            yield from _in_post_order(child, seen)
-    yield module
-
-
 def _materialize_own(module: nn.Module, record: Instance) -> None:
     """By `param_init_fn`, called with every module, or `reset_parameters()`; not what instances inside have."""
-    fill, seen = record.settings.param_init_fn, {id(module), *map(id, record.ignored_modules)}
+    fill = record.settings.param_init_fn
     if fill is not None and not callable(fill):
         raise ValueError(f"Expected {fill} to be callable but got {type(fill)}")
-    modules = [module]
-    for one in modules:
-        inside = [child for child in one.children() if id(child) not in seen and not Instance.has_sharded(child)]
-        modules += inside
-        seen.update(map(id, inside))
+    inner = {inside for _, inside, _ in Instance.all_in(module)}
+    modules = torchs._get_modules_to_materialize(module, record.ignored_modules | inner)
     of_meta = [one for one in modules if any(map(attrgetter("is_meta"), (*one.parameters(False), *one.buffers(False))))]
     for one in modules if fill is not None and of_meta else of_meta:
         if fill is None:
@@ -346,13 +340,13 @@ def ignored_in(
     if ignored_states is not None and ignored_parameters is not None:
         raise ValueError("ignored_parameters is the old name of ignored_states. Please just pass ignored_states.")
     states: list[Any] = list(ignored_states if ignored_states is not None else ignored_parameters or [])
-    _check_ignored_states(states, True)
+    torchs._check_ignored_states(states, True)
     try:
         modules: list[Any] = list(ignored_modules) if ignored_modules is not None else []
     except TypeError as error:
         kind = type(ignored_modules)
         raise TypeError(f"`ignored_modules` should be an iterable of `torch.nn.Module`s but got {kind}") from error
-    _check_ignored_states(modules, False)
+    torchs._check_ignored_states(modules, False)
     modules += [state for state in states if isinstance(state, nn.Module)]
     parameters = [state for state in states if isinstance(state, nn.Parameter)]
     if any(Instance.has_sharded(one) for one in modules):

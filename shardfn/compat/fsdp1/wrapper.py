@@ -15,8 +15,8 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import replace
 from itertools import chain
@@ -403,8 +403,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
 
     summon_full_params = OnClassOrInstance(summon_full_params)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backwards add up gradients on each rank; the first one after it reduces them.
 
         Raises:
@@ -414,8 +413,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         self._require_idle_root(
             "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module."
         )
-        with having(*(record for _, _, record in Instance.all_in(self)), syncs=False):
-            yield
+        return having(*(record for _, _, record in Instance.all_in(self)), syncs=False)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
-from torch.distributed.fsdp._fully_shard._fsdp_init import _verify_managed_param
+from torch.distributed.fsdp._fully_shard._fsdp_init import _validate_module, _verify_managed_param
 from torch.distributed.fsdp._fully_shard._fully_shard import _unimplemented_deepcopy
 from torch.distributed.tensor import DTensor, Shard
 
@@ -28,7 +28,7 @@ from shardfn.compat.common import meshes, sharded_module
 from shardfn.engine import reductions
 from shardfn.layout import CLASS, device_of, exactly, shards_in
 from shardfn.notation import ShardError
-from shardfn.params import sharding
+from shardfn.params import initialize, sharding
 from shardfn.stateful import REPLACED, whole_in_place
 
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
@@ -73,14 +73,13 @@ class Group(sharded_module.Sharded):
                 inner.mesh, inner.data = self.mesh, self.data  # the same ranks by other axis names
                 inner.version += 1
         # DTensors on the whole mesh, maybe by other axis names than those of the data axes here
-        has_whole = self.placed is not None and self.placed.ndim >= self.mesh.ndim
-        renamed = [p for p in _dtensors(module) if id(p) not in left] if has_whole else []
+        placed = self.placed or self.mesh
+        renamed = [p for p in _dtensors(module) if id(p) not in left] if placed.ndim >= self.mesh.ndim else []
         _move(renamed, self.mesh)
         try:
-            sharded_module.put_shards(module, self, later=True)
+            sharded_module.put_shards(self, module, initialize.Origin(module, later=True))
         except Exception:
-            if self.placed is not None:
-                _move(renamed, self.placed)
+            _move(renamed, placed)
             raise
 
     def put_back(self) -> None:
@@ -270,8 +269,7 @@ def _checked(given: Any) -> tuple[nn.Module, ...]:
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"fully_shard: expected an nn.Module, or a list of them, got {type(module).__name__}")
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
-            raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+        _validate_module(module, "fully_shard")
         if Group.has_sharded(module):
             why = "Each distinct composable distributed API can only be applied to a module once"
             raise AssertionError(f"{why}. fully_shard has already been applied to the following module:\n{module}")
