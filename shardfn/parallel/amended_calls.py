@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardfn.binding import Around, Forward, ForwardStandIn
+from shardfn.binding import Around, Forward, ForwardStandIn, goes_around
 from shardfn.context import holding
 from shardfn.layout import Runs
 from shardfn.notation import ShardError
@@ -150,12 +150,9 @@ def amending(amendments: Iterable[Amendment], changed: Changed) -> Around:
     """What goes around the forward of a module whose calls are amended."""
     table = by_place(amendments)
 
-    def around(inner: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            mode = _Amending(table, changed)
-            with holding(_INNERMOST, mode), mode:
-                return inner(*args, **kwargs)
+    def forward(inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        mode = _Amending(table, changed)
+        with holding(_INNERMOST, mode), mode:
+            return inner(*args, **kwargs)
 
-        return forward
-
-    return around
+    return goes_around(forward)

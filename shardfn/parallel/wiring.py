@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfn._torch import Compiler, pytree
-from shardfn.binding import Around, Forward, Wiring, weight_now
+from shardfn.binding import Around, Forward, Wiring, goes_around, weight_now
 from shardfn.layout import Part, Plan, describe, is_in, kind_of, may_be_differentiated, modules_above, submodule
 from shardfn.notation import ShardError, parse
 from shardfn.parallel.amended_calls import amending
@@ -173,33 +173,27 @@ def _entering(axes: ComputeAxes, path: str, entered: Mapping[str, Sequence[str]]
     `entered`: the axes over which it does, by source; `shares`: sources of which ranks take a part, where they are.
     """
 
-    def around(inner: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            inputs = {**dict(enumerate(args)), **kwargs}
-            sources = {key: f"input {key} of {path}" for key in inputs}
-            for key, source in sources.items():
-                for axis in entered.get(source, ()) if may_be_differentiated(inputs[key]) else ():
-                    inputs[key] = axes.varied_once(inputs[key], axis, source)
-            with axes.seen_from({source: inputs[key] for key, source in sources.items()}, shares):
-                return inner(*[inputs.pop(at) for at in range(len(args))], **inputs)
+    def forward(inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        inputs = {**dict(enumerate(args)), **kwargs}
+        sources = {key: f"input {key} of {path}" for key in inputs}
+        for key, source in sources.items():
+            for axis in entered.get(source, ()) if may_be_differentiated(inputs[key]) else ():
+                inputs[key] = axes.varied_once(inputs[key], axis, source)
+        with axes.seen_from({source: inputs[key] for key, source in sources.items()}, shares):
+            return inner(*[inputs.pop(at) for at in range(len(args))], **inputs)
 
-        return forward
-
-    return around
+    return goes_around(forward)
 
 
 def _changing(inputs: Callable[[Any], Any] | None, output: Callable[[Any], Any]) -> Around:
     """What a module is given, (args, kwargs), and what it returns, changed."""
 
-    def around(inner: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if inputs is not None:
-                args, kwargs = inputs((args, kwargs))
-            return output(inner(*args, **kwargs))
+    def forward(inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        if inputs is not None:
+            args, kwargs = inputs((args, kwargs))
+        return output(inner(*args, **kwargs))
 
-        return forward
-
-    return around
+    return goes_around(forward)
 
 
 def _own_part(out: Tensor, axes: ComputeAxes, axis: str, parts: int) -> Tensor:
@@ -279,16 +273,13 @@ def stepping(axes: ComputeAxes, inputs: Decision, outputs: Decision) -> Around:
                 gathered.append((step.axis, step.dim, before, leaves[step.at]))
         return pytree.tree_unflatten(leaves, structure) if steps else tree, gathered
 
-    def around(inner: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            (args, kwargs), gathered = moved((args, kwargs), inputs)
-            with axes.gathers_again(gathered):
-                out = inner(*args, **kwargs)
-            return moved(out, outputs)[0]
+    def forward(inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        (args, kwargs), gathered = moved((args, kwargs), inputs)
+        with axes.gathers_again(gathered):
+            out = inner(*args, **kwargs)
+        return moved(out, outputs)[0]
 
-        return forward
-
-    return around
+    return goes_around(forward)
 
 
 def stepped(axes: ComputeAxes, adjust: Adjustments) -> dict[str, Around]:
