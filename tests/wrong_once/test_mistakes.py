@@ -120,18 +120,23 @@ def _around(mesh: DeviceMesh) -> Any:
     return sf.grad(loss)(params, X)
 
 
-class _Cached(nn.Sequential):
-    def forward(self, input: Tensor, cache: Any) -> Tensor:
-        out = super().forward(input)
+class _Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _mlp()
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        out = self.net(x)
         seen = cache["seen"] if isinstance(cache, dict) else cache.seen
         seen[0] = out
         return out + seen.sum(0)
 
 
 def _cached(mesh: DeviceMesh, cache: Any) -> Any:
-    model = _Cached(*_mlp().children())
+    model = _Cached()
+    rules = {f"net.{name}": rule for name, rule in RULES.items()}
     with torch.no_grad():
-        return sf.apply(model, _tree(mesh, model), X, cache)
+        return sf.apply(model, _tree(mesh, model, rules), X, cache)
 
 
 def _slope(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
