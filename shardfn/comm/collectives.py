@@ -117,7 +117,8 @@ def psum(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
         `[...]`, the same on every rank of the axis.
 
     Raises:
-        ShardError: the mesh has no such axis, or the dtype is none that adds (bool, float8).
+        ShardError: the mesh has no such axis, or the dtype is none that adds (bool, float8); in a loss, of a scalar
+            that the ranks of the axis share.
     """
     if not x.is_complex():
         check_addable("psum", x)
@@ -134,7 +135,12 @@ def psum_of_trees(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
 
 def _require_no_loss(name: str, x: Tensor, axis: str) -> None:
     """Outside of transforms `Differentiation.require_varying` looks whether a `pvary` follows; there nobody can."""
-    if torch.compiler.is_compiling() or axis not in active_transforms.axes_of_losses() or watching():
+    if torch.compiler.is_compiling():
+        return
+    if not x.dim() and active_transforms.is_under_way() and not watching() and active_transforms.is_shared(x, axis):
+        whole = f"the loss is whole over {axis!r} already, the same on each of its ranks, as what sf.apply returns is"
+        raise ShardError(f"{name}: {whole}. Leave out the {name} over {axis!r}: nothing is to be written for that axis")
+    if axis not in active_transforms.axes_of_losses() or watching():
         return
     if "Grad" in _torch.kinds_of_transforms() and _torch.differentiated_in_transform(x):
         raise active_transforms.several_losses(name, axis, "nobody can tell whether a pvary follows")

@@ -124,6 +124,8 @@ axes_of_losses: Callable[[], frozenset[str]] = _AXES_OF_LOSSES.get
 # whose cotangents are means.
 _COLLECTIVES, _VARYING = {"EagerBackward", "InTransformBackward"}, {"pvary", "into_losses"}
 _OF_TREES = {"_GatherBackward", "GatherBucketBackward", "ReduceBucketBackward", "LiftBackward"}
+_SHARED = {"psum", "pmean", "all_gather_invariant"}
+_OF_PARTS = {"_ToTorchTensorBackward", "LiftBackward", "AcrossBackward"}  # behind which a tensor may be of this rank
 _UNDER_WAY: ContextVar[tuple[Differentiation, ...]] = ContextVar("differentiations under way", default=())
 
 
@@ -228,6 +230,21 @@ def _makes_varying(node: Any, axis: str) -> bool:
     """Whether what ranks share over an axis is varying behind a node, or about trees, whose cotangents are means."""
     name = type(node).__name__
     return name in _OF_TREES or (name in _COLLECTIVES and node.where[0] in _VARYING and node.where[2] == axis)
+
+
+def is_shared(x: Tensor, axis: str) -> bool:
+    """Whether a tensor is made of what collectives over an axis made its ranks share, and of no part of theirs."""
+    shares = False
+    for node in _nodes([x], partial(_makes_shared, axis=axis)):
+        shares |= (ends := _makes_shared(node, axis))
+        of_rank = type(node).__name__ in _COLLECTIVES and node.where[2] == axis and not ends
+        if of_rank or type(node).__name__ in _OF_PARTS:
+            return False
+    return shares
+
+
+def _makes_shared(node: Any, axis: str) -> bool:
+    return type(node).__name__ in _COLLECTIVES and node.where[2] == axis and node.where[0] in _SHARED
 
 
 # -- what is known of a step while `jit` records it --------------------------------------------------------------------

@@ -257,15 +257,16 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`fn` on every leaf of `tree` (and of trees of the same structure), on whole `DTensor`s.
 
     No communication as long as `fn` is elementwise. What `fn` lays out in another way (`w.T`, `w.softmax(0)`) is put
-    into the layout of the leaf of `tree`, if it has the same shape: a redistribution of the leaf, beside those of `fn`.
-    A plain tensor stays one, such as `w.full_tensor()` is, which no tree has for a leaf.
+    into the layout of the leaf of `tree`, if it has the same shape and is not padded: a redistribution, beside those of
+    `fn`. A plain tensor stays one, such as `w.full_tensor()` is, which no tree has for a leaf.
 
         >>> import torch, shardfn as sf
         >>> sf.tree.map(torch.add, {"a": torch.ones(2)}, {"a": torch.ones(2)})
         {'a': tensor([2., 2.])}
 
     Raises:
-        ShardError: the trees have other names or layouts, or some of them, but not all, are pending gradients.
+        ShardError: the trees have other names or layouts, or some of them, but not all, are pending gradients; a padded
+            leaf is laid out in another way.
     """
     tree, *rest_alike = _alike([tree, *rest])
     flat, structure = pytree.tree_flatten(tree)
@@ -284,7 +285,7 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         with _saying_what_mixes():
             results = [fn(*row) for row in rows]
     if isinstance(tree, Params) and not same_layouts(flat, results):
-        results = [_in_layout(leaf, x) for leaf, x in zip(flat, results, strict=True)]
+        results = [_in_layout(tree, name, x) for name, x in zip(tree, results, strict=True)]
     if isinstance(tree, Params) and tree.plan.policy.pad:
         results = [_without_padding(tree, name, leaf) for name, leaf in zip(tree, results, strict=True)]
     out = structure.unflatten(results)
@@ -302,12 +303,17 @@ def _refuse_mixed_sums(tree: Params, rows: Iterable[Sequence[Any]]) -> None:
             raise ShardError(f"tree.map: {name!r} {why}; call sf.reduce_grads first")
 
 
-def _in_layout(leaf: Any, result: Any) -> Any:
+def _in_layout(tree: Params, name: str, result: Any) -> Any:
     """What is made of a leaf and has its shape, in its layout; what is made of a pending sum stays as it is."""
+    leaf, (_, known) = tree[name], tree.plan.leaves.get(name, (None, None))
     if not isinstance(leaf, DTensor) or not isinstance(result, DTensor) or _is_sum(leaf):
         return result
-    alike = result.shape == leaf.shape and result.device_mesh == leaf.device_mesh
-    return in_layout(result, spec_of(leaf)) if alike else result
+    if result.shape != leaf.shape or result.device_mesh != leaf.device_mesh or result.placements == leaf.placements:
+        return result
+    if known is not None and known.shape != known.extent:
+        why = f"is padded, {known.extent} to {known.shape}, and the function computes along a dim that is split"
+        raise ShardError(f"tree.map: {name!r} {why}; write sf.gather(tree)[{name!r}], which is without padding")
+    return in_layout(result, spec_of(leaf))
 
 
 @contextmanager

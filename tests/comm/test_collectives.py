@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.func import grad, hessian, jvp, vjp, vmap
 
+import shardfn as sf
 from shardfn.comm import collectives as sfc
 from shardfn.comm import gloo_messages, raw_collectives
 from shardfn.layout.mesh import MeshSpec
 from shardfn.notation.errors import ShardError
-from shardfn.testing import count_collectives, run
+from shardfn.testing import assert_trees_close, count_collectives, on_meshes, run
 
 # torch's own forward mode scripts a few decompositions when it is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -515,3 +516,29 @@ def refusals_on_a_rank() -> None:
 
 def test_meshes_without_names_dtensors_and_writes_are_refused() -> None:
     run(refusals_on_a_rank, ranks=2)
+
+
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_a_loss_that_ranks_share_is_not_added_over_them(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6)).double()
+    rules = {"0.weight": "f@tp c@fsdp", "2.weight": "c@fsdp f@tp"}
+    params, x = sf.shard(model, mesh, sf.Policy(rules=rules)), torch.randn(2, 6, dtype=torch.float64)
+
+    def loss(p: sf.Params) -> Tensor:
+        return (sf.apply(model, p, x) - x).square().mean()
+
+    def penalty(p: sf.Params) -> Tensor:
+        return loss(p) + sf.collectives.psum(p["0.weight"].to_local().square().sum(), mesh, "tp")
+
+    def parts(p: sf.Params) -> Tensor:  # each rank has the squares of some features
+        out = sf.collectives.pvary(sf.apply(model, p, x) - x, mesh, "tp")
+        part = out.tensor_split(mesh["tp"].size(), -1)[mesh.get_local_rank("tp")]
+        return sf.collectives.psum(part.square().sum(), mesh, "tp") / x.numel()
+
+    for collective in (sf.collectives.psum, sf.collectives.pmean):
+        with pytest.raises(sf.ShardError, match=r"the loss is whole over 'tp' already.* Leave out the p"):
+            sf.grad(lambda p, collective=collective: collective(loss(p), mesh, "tp"))(params)
+        collective(loss(params), mesh, "tp")  # where nobody differentiates
+    sf.grad(penalty)(params)
+    assert_trees_close(sf.gather(sf.grad(parts)(params)), sf.gather(sf.grad(loss)(params)))

@@ -159,6 +159,10 @@ def _summed_over_tp(model: nn.Module) -> Any:
     return lambda p, x: sf.collectives.psum(_mean(model)(p, x), p.mesh, "tp")
 
 
+def _losses_summed_over_tp(model: nn.Module) -> Any:
+    return lambda p, x: sf.collectives.psum(_mean(model)(p, x).expand(2), p.mesh, "tp").mean()
+
+
 _BOTH_HALVES = {"up.weight": "both@tp c@fsdp", "up.bias": "both@tp"}
 _EACH_HALF = {"up.weight": "(2 ff@tp) c@fsdp", "up.bias": "(2 ff@tp)"}
 _NOTHING_SPLIT = {"up.weight": "ff@fsdp c", "up.bias": "ff", "down.weight": "c ff@fsdp"}
@@ -186,7 +190,8 @@ BROKEN: dict[str, Callable[[], Case]] = {
     "divided by all ranks": lambda: _mlp("the loss function", loss=_divided(lambda _: dist.get_world_size())),
     "a mean over all samples": lambda: _mlp("divided twice", loss=_over_all_samples),
     "a sum over samples": lambda: _mlp("a sum over samples", loss=_added),
-    "summed over tp": lambda: _mlp("summed over ranks", loss=_summed_over_tp),
+    "summed over tp": lambda: _mlp("the loss is whole over 'tp' already", loss=_summed_over_tp),
+    "losses summed over tp": lambda: _mlp("summed over ranks", loss=_losses_summed_over_tp),
     "a product of means": lambda: _mlp("the loss function", loss=_times_the_mean_output),
     "another batch on each tp rank": lambda: _mlp("inputs differ between ranks along 'tp'", loss=_of_tp_ranks),
     "a rule for nothing": lambda: _mlp("wpu.weight", rules={"wpu.weight": "ff@tp c"}),

@@ -259,3 +259,14 @@ def test_pending_gradients_meet_no_parameters(mesh: DeviceMesh) -> None:
             sf.tree.lerp(params, pending, 0.5)
     twice = sf.reduce_grads(sf.tree.map(torch.add, pending, pending))
     torch.testing.assert_close(sf.gather(twice), sf.gather(sf.tree.map(lambda g: 2 * g, sf.reduce_grads(pending))))
+
+
+@on_meshes({"tp": 4})
+def test_what_computes_along_a_padded_dim_is_refused(mesh: DeviceMesh) -> None:
+    model = nn.Linear(8, 6)
+    params = sf.shard(model, mesh, sf.Policy(rules={"weight": "o@tp c", "bias": "o@tp"}, pad={"o": 8}))
+    with pytest.raises(sf.ShardError, match=r"tree.map: 'weight' is padded, \(6, 8\) to \(8, 8\).* sf.gather\(tree\)"):
+        sf.tree.map(lambda w: w.flip(0), params)
+    assert torch.equal(
+        sf.gather(sf.tree.map(lambda w: w.flip(-1) if w.dim() > 1 else w, params))["weight"], model.weight.flip(-1)
+    )
