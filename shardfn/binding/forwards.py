@@ -45,18 +45,15 @@ class Wiring:
             ShardError: there is one, and units in the module, whose gathers cannot be part of its graph; or calls that
                 are amended.
         """
-        if self.compilers is None:
+        if self.compilers is None or (compiler := asked or self.compilers.get(path)) is None:
             return None
-        compiler = asked or self.compilers.get(path)
-        inner = [unit for unit in self.units if unit != path and unit.startswith(f"{path}." if path else "")]
-        if compiler is not None and inner:
+        if inner := [unit for unit in self.units if is_in(unit, path)]:
             raise ShardError(
                 f"apply: {path or '(the model)'!r} is compiled and holds unit {inner[0]!r}, whose weights are gathered "
                 f"when its forward begins, outside of any graph. Compile the units instead: Policy(compile=True), or "
                 f"compile() on each of them."
             )
-        amended = [other for other in self.amended if compiler is not None and (other == path or is_in(other, path))]
-        if amended:
+        if amended := [other for other in self.amended if other == path or is_in(other, path)]:
             raise ShardError(
                 f"apply: {path or '(the model)'!r} is compiled, and {amended[0] or '(the model)'!r} in it has calls "
                 "that take other arguments on a rank than in one process. Compile it before the first call, which then "
@@ -114,14 +111,10 @@ def _bound(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return (patched_forward(module) or class_of(module).forward)(*args, **kwargs)
 
 
-def with_flat_weights(forward: Forward) -> Forward:
+def with_flat_weights(forward: Forward, rnn: Any, /, *args: Any, **kwargs: Any) -> Any:
     """An RNN's forward during which its list of weights is that of the call."""
-
-    def run(rnn: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            _torch.refresh_flat_weights(rnn)
-            return forward(rnn, *args, **kwargs)
-        finally:
-            _torch.refresh_flat_weights(rnn, plain=True)
-
-    return run
+    try:
+        _torch.refresh_flat_weights(rnn)
+        return forward(rnn, *args, **kwargs)
+    finally:
+        _torch.refresh_flat_weights(rnn, plain=True)

@@ -413,10 +413,10 @@ class ModelBinding:
         if compiler is not None:
             function = compiled(own_code(function or own_forward(module), module), compiler, as_usual)
         if isinstance(module, nn.RNNBase) and path not in self._wiring.forwards:
-            function = with_flat_weights(function or own_forward(module))
+            function = partial(with_flat_weights, function or own_forward(module))
         if function is None and around is None and wrapped is None:
             return
-        forward = _method(function or own_forward(module), ref)
+        forward = partial(_method, function or own_forward(module), ref)
         if inside_graph and path in self._wiring.forwards:
             forward = GraphBreak(forward)
         self.forwards[id(module)] = forward if around is None else around(forward)
@@ -507,11 +507,8 @@ class ModelBinding:
         WAITING.append(session.ref)
 
 
-def _method(function: Forward, here: "weakref.ref[nn.Module]") -> Forward:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return function(here(), *args, **kwargs)
-
-    return run
+def _method(function: Forward, here: "weakref.ref[nn.Module]", /, *args: Any, **kwargs: Any) -> Any:
+    return function(here(), *args, **kwargs)
 
 
 @contextmanager

@@ -228,7 +228,7 @@ class Plan:
             split = [axis for axis in bucket.axes if axis in several]
             kept = self.kept_over(unit) if unit.regather else 1  # None: all of it is gathered again
             again = {None: len(split), 1: 0}.get(kept, min(len(split), 1))
-            trains, received = False, 0
+            trains, received = any(self.leaves[name][0].trainable for name in bucket.leaves), 0
             for name in bucket.leaves:
                 layout, size = self.leaves[name][0], prod(self.local_shape(name))
                 item = (bucket.reduce_dtype or bucket.dtype).itemsize if layout.trainable else 0
@@ -240,7 +240,6 @@ class Plan:
                     received += (self.axes[axis] - 1) * size * (gathers + item)
                     size *= self.axes[axis]
                 received += (size - size // (kept or 1)) * bucket.dtype.itemsize
-                trains = trains or layout.trainable
             yield len(split) + again + (len(several) if trains else 0), received
 
     @property

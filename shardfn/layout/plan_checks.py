@@ -110,12 +110,10 @@ def _check_names(draft: Draft) -> None:
     Further names are fine: a policy may serve several models.
     """
     policy, axes, problems = draft.policy, draft.axes, draft.problems
-    factors: set[str] = set()
-    for rule in policy.rules.values():
-        try:
-            factors |= {factor.name for factor in parse(rule).factors}
-        except (ShardError, TypeError):
-            return  # reported with its rule
+    try:
+        factors = {factor.name for rule in policy.rules.values() for factor in parse(rule).factors}
+    except ShardError:
+        return  # reported with its rule
     for field_name in ("sizes", "pad", "axes"):
         for name in getattr(policy, field_name):
             typo = next(iter(get_close_matches(name, sorted(factors - {name}), 1, 0.8)), None)

@@ -303,11 +303,9 @@ def _layout(draft: Draft, param: ParamInfo, spec: Spec, source: str) -> Layout:
 
 def _shared(draft: Draft, spec: Spec, rule: Spec, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
     """(axis, parts) of every compute axis that a `?` on the outermost factor of dim 0 was denied."""
-    if not rule.dims or len(rule.dims[0].blocks) > 1:
+    if not rule.dims or len(rule.dims[0].blocks) > 1 or rule.factors[0].optional or not spec.factors[0].optional:
         return ()
-    asked, resolved = spec.factors[0], rule.factors[0]
-    denied = set(asked.axes) - set(resolved.axes) if asked.optional else ()
-    return tuple((axis, sizes[0]) for axis in draft.splitting(asked.axes) if axis in denied)
+    return tuple((axis, sizes[0]) for axis in draft.splitting(spec.factors[0].axes))
 
 
 def _require_divisible(draft: Draft, param: ParamInfo, spec: Spec, factor: Factor, size: int) -> Factor:

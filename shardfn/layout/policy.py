@@ -142,8 +142,7 @@ class Policy:
                 call = f"Policy(local_sizes={{{pattern!r}: {given!r}}})"
                 example = "local_sizes={'attn': {'heads': 'heads@tp'}}"
                 raise TypeError(f"{call}: attributes and factors are needed, as in {example}")
-        batch = (self.batch,) if isinstance(self.batch, str) else tuple(self.batch)
-        object.__setattr__(self, "batch", batch)
+        object.__setattr__(self, "batch", (self.batch,) if isinstance(self.batch, str) else tuple(self.batch))
         object.__setattr__(self, "ignore", (self.ignore,) if isinstance(self.ignore, str) else tuple(self.ignore))
         if isinstance(self.units, Mapping):
             object.__setattr__(self, "units", {unit: unit_settings(given, unit) for unit, given in self.units.items()})

@@ -118,14 +118,6 @@ def amend(call: tuple[Any, Any], amendments: Sequence[Amendment], changed: Chang
     return _with(call, iter(leaves))
 
 
-def by_place(amendments: Iterable[Amendment]) -> dict[Place, list[Amendment]]:
-    """Those of one module."""
-    table: dict[Place, list[Amendment]] = {}
-    for amendment in sorted(amendments, key=lambda amendment: amendment[2:]):
-        table.setdefault(amendment.place, []).append(amendment)
-    return table
-
-
 class _Amending(TorchFunctionMode):
     """Amends the calls that a module makes, while that is the innermost one of which some are."""
 
@@ -148,7 +140,9 @@ _INNERMOST: ContextVar[_Amending | None] = ContextVar("amending", default=None)
 
 def amending(amendments: Iterable[Amendment], changed: Changed) -> Around:
     """What goes around the forward of a module whose calls are amended."""
-    table = by_place(amendments)
+    table: dict[Place, list[Amendment]] = {}
+    for amendment in sorted(amendments, key=lambda amendment: amendment[2:]):
+        table.setdefault(amendment.place, []).append(amendment)
 
     def forward(inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
         mode = _Amending(table, changed)

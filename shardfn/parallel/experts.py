@@ -283,8 +283,7 @@ def _given(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """
     bound = inspect.signature(class_of(module).forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
-    _, *values = bound.args
-    routed, others = values[:3], tuple(values[3:])
+    routed, others = bound.args[1:4], bound.args[4:]
     name = class_of(module).__name__
     if len(routed) < 3 or not all(isinstance(x, Tensor) for x in routed) or bound.kwargs:
         why = f"Experts: {name} has to be called with tensors by position, tokens [.., c], experts [.., k] and weights"

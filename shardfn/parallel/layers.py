@@ -10,6 +10,7 @@ Those of linears and tables are in `linears.py`. Channels are dim 1 of activatio
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,21 +109,17 @@ def _convolved(module: Any, x: Tensor, w: Tensor, bias: Tensor | None, groups: i
 Norm = Callable[[Layer, Any, dict[str, Part], Tensor, Tensor, Tensor | None], Tensor]
 
 
-def _norm(normed: Norm) -> Callable[[Layer], Forward]:
+def _norm(normed: Norm, layer: Layer) -> Forward:
     """A norm of this rank's channels, with the weight and bias for them."""
+    parts = layer.parts("weight")
 
-    def made(layer: Layer) -> Forward:
-        parts = layer.parts("weight")
+    def forward(module: Any, x: Tensor) -> Tensor:
+        w, bias = layer.weight(layer.layout("weight").name), layer.local("bias")
+        x = layer.own_part(x, {axis: part.at(1) for axis, part in parts.items()})
+        layer.check_channels(x, 1, w.shape[0])
+        return layer.made(normed(layer, module, parts, x, w, bias), list(parts), 1, parts)
 
-        def forward(module: Any, x: Tensor) -> Tensor:
-            w, bias = layer.weight(layer.layout("weight").name), layer.local("bias")
-            x = layer.own_part(x, {axis: part.at(1) for axis, part in parts.items()})
-            layer.check_channels(x, 1, w.shape[0])
-            return layer.made(normed(layer, module, parts, x, w, bias), list(parts), 1, parts)
-
-        return forward
-
-    return made
+    return forward
 
 
 def _batch_norm(layer: Layer, module: Any, parts: dict[str, Part], x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -321,5 +318,6 @@ def _unfused(own: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _FORWARDS: dict[str, Callable[[Layer], Forward]] = {**FORWARDS, "attention": _attention}  # by the kind of a module
-_FORWARDS |= {"convolution": _convolution, "transposed convolution": _convolution, "batch norm": _norm(_batch_norm)}
-_FORWARDS |= {"group norm": _norm(_group_norm), "instance norm": _norm(_instance_norm)}
+_FORWARDS |= {"convolution": _convolution, "transposed convolution": _convolution}
+_NORMS = {"batch norm": _batch_norm, "group norm": _group_norm, "instance norm": _instance_norm}
+_FORWARDS |= {kind: partial(_norm, normed) for kind, normed in _NORMS.items()}

@@ -219,10 +219,9 @@ class _RulesReader:
         module = self.modules.get(path)
         if self._within_whole(path):
             style = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}.get(style, style)
-        if style == _EXPERTS and starred(path) not in self.made["compute"]:
-            self._put("compute", path, tensor_parallel_experts)
-        elif style == _IDENTITY:
-            self.made["compute"].setdefault(starred(path), partial(identity_expert, axis=str(self.axis)))
+        forwards = {_EXPERTS: tensor_parallel_experts, _IDENTITY: partial(identity_expert, axis=str(self.axis))}
+        if style in forwards:
+            self.made["compute"].setdefault(starred(path), forwards[style])
         elif style in _COLUMNS | _ROWS:
             if module is None:
                 self._parameter(path, style)
@@ -235,7 +234,7 @@ class _RulesReader:
             for inside, table in _held_in(module):
                 rule = f"{self._vocab(table)} _{self.fsdp}" if style == "embedding_rowwise" else f"_ c{self.tp}"
                 self._put("rules", f"{path}{inside}.weight", rule)
-        elif style not in _PLAIN | _BY_NUMBER | {_EXPERTS}:
+        elif style not in _PLAIN | _BY_NUMBER:
             self.problems.append(f"{path!r}: style {style!r} is not known here")
 
     def _within_whole(self, path: str) -> bool:
