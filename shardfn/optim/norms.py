@@ -198,14 +198,13 @@ def _groups_of(leaf: DTensor) -> list[dist.ProcessGroup]:
 
 
 def _square_sum(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of all squares; one that is differentiated depends on every tensor, also where a rank's part is empty."""
+    if _torch.in_transform() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return _products(tensors, tensors, dtype)
     real = [torch.view_as_real(x) if x.is_complex() else x for x in tensors if x.numel()]
     if not real:
         return torch.zeros((), dtype=dtype)
-    if _torch.in_transform():  # foreach has no batching rules
-        norms = [torch.linalg.vector_norm(x, dtype=dtype) for x in real]
-    else:
-        norms = _torch.foreach("norm")(real, 2, dtype=dtype)
-    return torch.stack(norms).square().sum()
+    return torch.stack(list(_torch.foreach("norm")(real, 2, dtype=dtype))).square().sum()
 
 
 def clip(grads: Tree, max_norm: float) -> tuple[Tree, Tensor]:

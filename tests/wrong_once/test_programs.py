@@ -40,6 +40,61 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+def square(tree: Any) -> Tensor:
+    """Of the norm of a whole tree."""
+    return torch.stack([x.square().sum() for x in tree.values()]).sum()
+
+
+@on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, timeout=60)
+def test_norms_are_differentiated_where_a_part_is_empty_or_zero(mesh: DeviceMesh) -> None:
+    """Six rows are 2, 2, 2 and 0: the fourth rank's norm depended on nothing, and the others waited in the backward.
+
+    The second derivative of a square at zero is 2; that of the square of a norm was 0.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    nn.init.zeros_(model.get_parameter("0.bias"))
+    rules = {"0.weight": "f@tp c", "0.bias": "f@tp", "2.weight": "c f@tp"} if mesh.size(1) > 1 else {}
+    params, whole, norm = sf.shard(model, mesh, sf.Policy(rules=rules)), weights(model), sf.optim.global_norm
+    batch = X[:, 0, :6]
+    (x,) = sf.data.local_batch((batch,), mesh)
+
+    def loss(p: sf.Params) -> Tensor:
+        return (sf.apply(model, p, x) - x).square().mean()
+
+    def plain(p: dict[str, Tensor]) -> Tensor:
+        return (functional_call(model, p, (batch,)) - batch).square().mean()
+
+    def penalized(p: sf.Params) -> Tensor:
+        value, grads = sf.value_and_grad(loss)(p)
+        return value + norm(grads).square()
+
+    def clipped(p: sf.Params) -> Tensor:
+        grads, size = sf.optim.clip(sf.grad(loss)(p), 0.1)
+        return loss(sf.tree.map(torch.sub, p, grads)) + size
+
+    def plain_clipped(p: dict[str, Tensor]) -> Tensor:
+        grads = torch.func.grad(plain)(p)
+        size = square(grads).sqrt()
+        return plain({name: p[name] - 0.1 / (size + 1e-6) * grads[name] for name in p}) + size
+
+    programs: list[tuple[Any, Any]] = [
+        (lambda p: norm(sf.grad(loss)(p)).square(), lambda p: square(torch.func.grad(plain)(p))),
+        (penalized, lambda p: plain(p) + square(torch.func.grad(plain)(p))),
+        (lambda p: loss(p) + norm(p).square(), lambda p: plain(p) + square(p)),
+        (lambda p: norm(p.select("0.*")), lambda p: square({n: p[n] for n in ("0.weight", "0.bias")}).sqrt()),
+        (clipped, plain_clipped),
+    ]
+    for ours, theirs in programs:
+        gradient = torch.func.grad(theirs)
+        assert_parity(sf.gather(sf.grad(ours)(params)), gradient(whole), tol=1e-11)
+        product = torch.func.jvp(gradient, (whole,), (whole,))[1]
+        assert_parity(sf.gather(sf.hvp(ours, (params,), params)), product, tol=1e-11)
+        slope = sf.jvp(ours, (params,), (params,))[1]
+        slope = sf.collectives.pmean(slope, mesh, "fsdp")
+        assert_parity(slope, torch.func.jvp(theirs, (whole,), (whole,))[1], tol=1e-11)
+
+
 @on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 def test_tree_functions_leave_padding_zero(mesh: DeviceMesh) -> None:
     """A cosine of zero is one: modules would compute with features that are not there, and norms would count them."""
