@@ -11,7 +11,7 @@ from what it was changed to. What a unit keeps is looked at in every call, and e
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from itertools import compress
 from typing import Any
@@ -28,12 +28,16 @@ from shardfn.notation import ShardError
 
 Outputs = tuple[Tensor, ...]
 Run = Callable[[Sequence[Tensor], Any, Any], Any]
+Again = Callable[[], AbstractContextManager[None]]
 
 
-def recomputed(module: nn.Module, run: Run, leaves: Sequence[Tensor], args: Any, kwargs: Any, watches: bool) -> Any:
+def recomputed(
+    module: nn.Module, run: Run, leaves: Sequence[Tensor], args: Any, kwargs: Any, watches: bool, again: Again
+) -> Any:
     """`run(leaves, args, kwargs)`, which saves only these for its derivatives, and draws the same numbers again.
 
-    `watches`: look at every operation, which takes time; what else is wrong is found in any case.
+    `watches`: look at every operation, which takes time; what else is wrong is found in any case. `again`: within it
+    what Python code in `module` can reach holds what it held when this is called.
 
     Raises:
         ShardError: other tensors than these and the results take part, such as those that `module` keeps.
@@ -49,7 +53,7 @@ def recomputed(module: nn.Module, run: Run, leaves: Sequence[Tensor], args: Any,
         weights, rest = inputs[: len(leaves)], iter(inputs[len(leaves) :])
         first = not state
         a, k = pytree.tree_unflatten([next(rest) if const is None else const[0] for const in constants], structure)
-        with as_they_are(), _same_circumstances(state), _Watch() if first and watches else nullcontext():
+        with as_they_are(), _same_circumstances(state, again), _Watch() if first and watches else nullcontext():
             before = kept_tensors(module)
             out = run(weights, a, k)
         results, shape = pytree.tree_flatten(out)
@@ -105,8 +109,11 @@ def kept_tensors(module: nn.Module) -> list[int]:
 
 
 @contextmanager
-def _same_circumstances(state: list[Any]) -> Iterator[None]:
-    """Within it torch draws the same random numbers and casts alike; the first time, this is noted in `state`."""
+def _same_circumstances(state: list[Any], again: Again) -> Iterator[None]:
+    """Within it torch draws the same random numbers and casts alike, and Python has the same state.
+
+    The first time, this is noted in `state`.
+    """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     kinds = ["cpu", *(["cuda"] if devices else [])]
     if not state:
@@ -114,7 +121,7 @@ def _same_circumstances(state: list[Any]) -> Iterator[None]:
         state[:] = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices], casts
         yield
         return
-    with torch.random.fork_rng(devices), ExitStack() as stack:
+    with again(), torch.random.fork_rng(devices), ExitStack() as stack:
         torch.set_rng_state(state[0])
         for device, rng_state in zip(devices, state[1], strict=True):
             torch.cuda.set_rng_state(rng_state, device)

@@ -10,8 +10,8 @@ the forward reads a head count from the configuration. Errors about sizes that d
 `layout/planning.py`. Not here: training steps; they run only `guards`.
 """
 
-from shardfn.trace.guards import VALUES, Guards, Structure, Watch, signature
-from shardfn.trace.meta_values import is_cache, snapshot, tensors_in
+from shardfn.trace.guards import Guards, Structure, Watch, signature
+from shardfn.trace.meta_values import is_cache, is_filled, snapshot
 from shardfn.trace.shape_trace import ShapeTrace
 from shardfn.trace.state_rollback import ReachableState
 from shardfn.trace.traced_plan import plan

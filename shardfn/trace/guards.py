@@ -37,7 +37,6 @@ from shardfn.trace.state_rollback import CONTAINERS, Contents, alike, reach, rea
 
 _NOTHING = object()
 _VALUES: dict[int, Any] = {}  # stands for the table of what Python was told of the values of tensors
-VALUES = id(_VALUES), None  # the key of all of it
 _dict_of = attrgetter("__dict__")
 _values_of = methodcaller("values")
 _forward_of = attrgetter("forward")
@@ -123,6 +122,8 @@ class Structure:
 
 class Guards:
     """What must be as it was in a run, for the run to tell about a call."""
+
+    VALUES = id(_VALUES), None  # the key of all that Python is told of values of tensors
 
     def __init__(self, leaves: Sequence[Any], places: Sequence[ValuePath], reads: ValueReads) -> None:
         """The guards of a run whose arguments have these leaves, and which read these places and values."""

@@ -329,3 +329,8 @@ class _Copying(TorchFunctionMode):
 def is_cache(value: object) -> bool:
     """Whether a value is for later calls of the same model and may hold parts: a cache of keys and values."""
     return any(f"{c.__module__}.{c.__qualname__}" == "transformers.cache_utils.Cache" for c in type(value).__mro__)
+
+
+def is_filled(cache: Any) -> bool:
+    """Whether a cache holds keys and values."""
+    return any(x.is_floating_point() and x.numel() for x in tensors_in(cache, 4))

@@ -52,8 +52,7 @@ class ReachableState:
     """What a model's forwards and hooks, and other values, can reach and change; and what it holds now."""
 
     def __init__(self, model: nn.Module, *roots: Any) -> None:
-        self._found: Contents = {}
-        self._back: _Back = {}
+        self._of, self._found, self._back = (model, *roots), Contents(), _Back()
         # What the last run has put into it that outlives a forward: tensors, whole numbers, words, attributes.
         self.collected: list[Any] = []
         modules = [unwrapped(module) for module in model.modules()]
@@ -89,19 +88,35 @@ class ReachableState:
         try:
             yield
         finally:
-            for value, held in [*self._found.values(), *reached.values()]:
-                now = read(value)
-                if not alike(now, held):
-                    before = set(map(id, _items(held)))
-                    if id(value) in self._tables:
-                        self.collected += [x for name, x in now.items() if name not in _TORCHS and id(x) not in before]
-                    elif id(value) not in self._of_caches:
-                        new = [item for item in _items(now) if id(item) not in before]
-                        # Other numbers, which may be times, are nobody's.
-                        self.collected += [x for item in new for x in all_in(item) if isinstance(x, Tensor | int | str)]
-                    _write(value, held)
-            for to_here in back.values():
-                to_here()
+            for value, now, held in _put_back([*self._found.values(), *reached.values()], back):
+                before = set(map(id, _items(held)))
+                if id(value) in self._tables:
+                    self.collected += [x for name, x in now.items() if name not in _TORCHS and id(x) not in before]
+                elif id(value) not in self._of_caches:
+                    new = [item for item in _items(now) if id(item) not in before]
+                    # Other numbers, which may be times, are nobody's.
+                    self.collected += [x for item in new for x in all_in(item) if isinstance(x, Tensor | int | str)]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within it all holds what it held when this was made, and afterwards what it holds now.
+
+        Raises:
+            ShardError: something was taken from an iterator since.
+        """
+        with ReachableState(*self._of).undone(()):
+            _put_back(self._found.values(), self._back)
+            yield
+
+
+def _put_back(contents: Iterable[tuple[Any, Any]], back: _Back) -> list[tuple[Any, Any, Any]]:
+    """Give all what it held; returns (value, what it has held until now, what it held) where that is something else."""
+    changed = [(value, now, held) for value, held in contents if not alike(now := read(value), held)]
+    for value, _, held in changed:
+        _write(value, held)
+    for to_here in back.values():
+        to_here()
+    return changed
 
 
 def reach(values: Iterable[Any], back: _Back | None = None) -> Contents:
@@ -215,8 +230,9 @@ def _way_back(value: Any) -> Callable[[], Any] | None:
 def _require_untouched(source: Iterator[Any], left: list[Any]) -> None:
     if _left(source) != left:
         raise ShardError(
-            f"apply: the forward takes items from a {type(source).__name__}, and a run of it without data has taken "
-            "them already. Hand over a list, such as list(items), or call next() before the forward"
+            f"apply: the forward takes items from a {type(source).__name__}, and other ones when it is run again: a "
+            "first run is without data, and inside a transform a unit computes again. Hand over a list, such as "
+            "list(items), or call next() before the forward"
         )
 
 

@@ -26,7 +26,7 @@ from shardfn.notation import ShardError, did_you_mean
 from shardfn.parallel import Adjustments, ComputeAxes, SplitLogits, kept_by_acts, wiring
 from shardfn.params import Params, plain_leaf
 from shardfn.random import Masks, Offsets, dropout_modules, dropping, offsets_of_call, part_over, stream
-from shardfn.trace import VALUES, Guards, ShapeTrace, Structure, Watch, is_cache, signature, snapshot, tensors_in
+from shardfn.trace import Guards, ReachableState, ShapeTrace, Structure, Watch, is_cache, is_filled, signature, snapshot
 from shardfn.transforms.forward_mode import as_now
 
 _signature = lru_cache(maxsize=2**8)(inspect.signature)
@@ -192,7 +192,7 @@ class _Call:
         candidates = self.kept.traces.setdefault(key, [])
         # What a filled cache holds, only the run of the call that has filled it knows, whatever sizes that had.
         sizes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)] if caches else None
-        goes_on = any(map(_filled, caches))
+        goes_on = any(map(is_filled, caches))
         for at, traced in enumerate(candidates):
             if (goes_on or traced.sizes == sizes) and traced.guards.hold(leaves):
                 if at:
@@ -209,12 +209,12 @@ class _Call:
         asked = {place for traced in candidates for place in traced.asked}
         for traced, places in zip(candidates[:_TRIES], broken, strict=False):
             unwatched = (place for place in places if place.key in asked or type(place.now(leaves)) not in Watch.serves)
-            if not traced.guards.answered(leaves, values=VALUES in asked) or any(True for _ in unwatched):
+            if not traced.guards.answered(leaves, values=Guards.VALUES in asked) or any(True for _ in unwatched):
                 continue
             more = [*places, *(place for place, _ in traced.guards.loose.values())]
             watch = trace.watched(traced.adjust, more)
             asked |= {place.key for place in more} if watch is None else watch.asked
-            asked |= {VALUES} if watch is None or not traced.guards.told_alike(watch) else set()
+            asked |= {Guards.VALUES} if watch is None or not traced.guards.told_alike(watch) else set()
             if watch is not None and traced.guards.relaxed(watch):
                 return traced.adjust
         blanks = [place for places in broken for place in places if place.holds_tensors]
@@ -359,7 +359,8 @@ def _recomputed(unit: str, module: nn.Module, inner: Forward, args: Any, kwargs:
             return inner(*args, **kwargs)
 
     way = unit, module.training, _torch.kinds_of_transforms()
-    out = recomputed(module, run, [*leaves.values(), *random], args, kwargs, way not in session.runtime.watched)
+    saved, again = [*leaves.values(), *random], ReachableState(module).again
+    out = recomputed(module, run, saved, args, kwargs, way not in session.runtime.watched, again)
     session.runtime.watched.add(way)
     return out
 
@@ -478,12 +479,12 @@ class _History:
     def note(self, path: str, args: Any, kwargs: Any) -> Any:
         """Remember a call that is about to be made, if it is the first of its kind; returns that kind."""
         leaves, structure = _torch.pytree.tree_flatten((args, kwargs))
-        known = any(map(_filled, filter(is_cache, leaves)))  # how, a run of calls before says, of any length
-        kinds = ((type(x), _filled(x)) if is_cache(x) else _kind(x, known, self._ranks) for x in leaves)
+        known = any(map(is_filled, filter(is_cache, leaves)))  # how, a run of calls before says, of any length
+        kinds = ((type(x), is_filled(x)) if is_cache(x) else _kind(x, known, self._ranks) for x in leaves)
         key = (path, str(structure), *kinds)
         for cache in filter(is_cache, leaves):
             if id(cache) not in self._caches:
-                self._caches[id(cache)] = cache, None if _filled(cache) else snapshot(cache)
+                self._caches[id(cache)] = cache, None if is_filled(cache) else snapshot(cache)
         if key not in self._calls:
             empty = [self._caches[id(x)][1] or _FILLED if is_cache(x) else x for x in leaves]
             args, kwargs = _torch.pytree.tree_unflatten(empty, structure)
@@ -506,11 +507,6 @@ class _History:
 
 
 _FILLED = object()
-
-
-def _filled(cache: Any) -> bool:
-    """Whether a cache holds keys and values."""
-    return any(x.is_floating_point() and x.numel() for x in tensors_in(cache, 4))
 
 
 def _kind(leaf: Any, goes_on: bool, ranks: int) -> Any:

@@ -1,7 +1,11 @@
 """Units that compute again inside transforms: memory, numbers drawn, what they are given, what they cannot do."""
 
+import itertools
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -256,6 +260,65 @@ def test_what_cannot_be_computed_again_is_an_error(mesh: DeviceMesh, kind: str, 
         wanted = torch.func.grad(lambda p: functional_call(model, p, (x,)))(plain)
         assert_parity(sf.gather(found), wanted, tol=1e-11)
     sf.grad(lambda p: sf.apply(model, p, x))(params)
+
+
+class _Drawn(nn.Module):
+    """A unit whose factor is of what Python code draws, counts or keeps."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear, self.calls, self.seen = kind, nn.Linear(6, 6), 0, list[int]()
+        self.generator, self.counts = torch.Generator().manual_seed(3), itertools.count(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        factors: dict[str, Callable[[], Any]] = {
+            "a counter": lambda: self.calls,
+            "a list": lambda: len(self.seen),
+            "random": random.random,
+            "numpy.random": np.random.rand,
+            "a generator": lambda: torch.rand(6, generator=self.generator, dtype=x.dtype),
+            "an iterator": lambda: next(self.counts),
+        }
+        return x + self.linear(x).tanh() * factors[self.kind]()
+
+
+@on_meshes({"fsdp": 2})
+@pytest.mark.parametrize("kind", ["a counter", "a list", "random", "numpy.random", "a generator", "an iterator"])
+def test_python_has_the_same_state_again(mesh: DeviceMesh, kind: str) -> None:
+    """A Hessian-vector product with units that compute again, and what they leave behind."""
+
+    def after(product: Callable[[nn.Module, Callable[[Any, Any], Tensor]], Any]) -> tuple[Any, list[Any]]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        units = [_Drawn(kind), _Drawn(kind)]
+        model = nn.Sequential(*units).double()
+        found = product(model, lambda out, x: (out - x).square().mean())
+        kept = [(unit.calls, unit.seen, unit.generator.get_state().tolist()) for unit in units]
+        return found, [kept, random.random(), np.random.rand()]
+
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def ours(model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> Any:
+        params = sf.shard(model, mesh, sf.Policy(units="*"))
+        ones = sf.tree.map(torch.ones_like, params)
+        return sf.gather(sf.hvp(lambda p: loss(sf.apply(model, p, x), x), (params,), ones))
+
+    def of_one(model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> Any:
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        ones = {name: torch.ones_like(p) for name, p in params.items()}
+        gradient = torch.func.grad(lambda p: loss(functional_call(model, p, (x,)), x))
+        return torch.func.jvp(gradient, (params,), (ones,))[1]
+
+    if kind == "an iterator":
+        with pytest.raises(sf.ShardError, match=r"takes items from a count, .* a unit computes again"):
+            after(ours)
+        return
+    (found, state), (wanted, state_of_one) = after(ours), after(of_one)
+    assert_parity(found, wanted, tol=1e-11)
+    assert state == state_of_one
 
 
 @on_meshes({"fsdp": 2})
