@@ -155,10 +155,8 @@ class Policy:
         for name, key, value in ((n, *pair) for n in ("sizes", "pad") for pair in getattr(self, n).items()):
             if not isinstance(value, int) or isinstance(value, bool) or value < (name == "pad"):
                 raise ValueError(f"Policy({name}={{{key!r}: {value!r}}}): a whole number is needed")
-        if not isinstance(self.compile, bool):
-            self._check_compile()
-
-    def _check_compile(self) -> None:
+        if isinstance(self.compile, bool):
+            return
         if not isinstance(self.compile, Mapping):
             raise TypeError(f"Policy(compile={self.compile!r}): True, False, or a mapping of options of torch.compile")
         known = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable")]

@@ -217,7 +217,8 @@ class _RulesReader:
 
     def _apply(self, path: str, style: str) -> None:
         module = self.modules.get(path)
-        if self._within_whole(path):
+        around = (self.modules[above] for above in modules_above([path]) if above in self.modules)
+        if any(_WHOLE.get(class_of(outer).__name__, lambda _: False)(outer) for outer in around):
             style = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}.get(style, style)
         forwards = {_EXPERTS: tensor_parallel_experts, _IDENTITY: partial(identity_expert, axis=str(self.axis))}
         if style in forwards:
@@ -236,11 +237,6 @@ class _RulesReader:
                 self._put("rules", f"{path}{inside}.weight", rule)
         elif style not in _PLAIN | _BY_NUMBER:
             self.problems.append(f"{path!r}: style {style!r} is not known here")
-
-    def _within_whole(self, path: str) -> bool:
-        """Whether a module around a linear computes with whole values."""
-        around = (self.modules[above] for above in modules_above([path]) if above in self.modules)
-        return any(_WHOLE.get(class_of(module).__name__, lambda _: False)(module) for module in around)
 
     def _linear(self, path: str, inside: str, module: Any, style: str) -> None:
         out = OUT_DIM[kind_of(module)]
@@ -296,9 +292,7 @@ class _RulesReader:
 
     def _find_experts(self, plan: Mapping[str, str], axis: str) -> None:
         """Note what a plan splits over an axis by number of expert."""
-        for name, style in self._expanded(plan):
-            if style not in _BY_NUMBER:
-                continue
+        for name in (name for name, style in self._expanded(plan) if style in _BY_NUMBER):
             if name in self.modules:
                 self.made["compute"][starred(name)] = Experts(axis)
             else:
