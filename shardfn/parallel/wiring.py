@@ -22,7 +22,6 @@ output is scattered where it is made.
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import partial
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ def wire(
     axes: ComputeAxes,
     adjust: Adjustments,
     around: Mapping[str, Around],
-    dropouts: Mapping[str, Forward] = MappingProxyType({}),
+    dropouts: Mapping[str, Forward],
     compiles: bool = True,
 ) -> Wiring:
     """The wiring of a model's modules.

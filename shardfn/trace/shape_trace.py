@@ -321,7 +321,7 @@ class ShapeTrace:
         flow = StepFinder(self.plan, run, self._axes, adjust, self._several)
         steps = flow.around() if follows else {}
         around |= {path: wiring.chained(moves, around.get(path)) for path, moves in steps.items()}
-        wired = self._of_both(wiring.wire(self.plan, self.names, axes, adjust, around, compiles=False), run)
+        wired = self._of_both(wiring.wire(self.plan, self.names, axes, adjust, around, {}, compiles=False), run)
         try:
             functions = beside.PairedFunctionMode(run, amends, self.varies_inputs)
             kept = self._forward(wired, run, functions, flow.begin)
