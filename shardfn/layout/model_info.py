@@ -281,9 +281,8 @@ def shallow_copy(module: nn.Module, parameters: dict[str, Tensor | None], buffer
     """
     module = unwrapped(module)
     copy = object.__new__(class_of(module))
-    copy.__dict__.update((key, value) for key, value in module.__dict__.items() if not key.startswith(OWN))
-    if isinstance(copy.__dict__.get("forward"), StandIn):
-        del copy.__dict__["forward"]
+    theirs = {key: value for key, value in module.__dict__.items() if not isinstance(value, StandIn)}
+    copy.__dict__.update((key, value) for key, value in theirs.items() if not key.startswith(OWN))
     set_tables(copy, parameters=parameters, buffers=buffers, modules=dict(children_of(module)))
     return copy
 
