@@ -91,10 +91,13 @@ def _of(number: Any, side: str) -> Any:
 
 
 def _in_both(function: Callable[..., Any]) -> Any:
+    in_general = {operator.eq: False, operator.ne: True}.get(function)
+
     def method(self: Node, *others: Any) -> Node:
-        rank, one = (function(*(_of(x, side) for x in (self, *others))) for side in ("rank", "one"))
-        node = self.made(rank, one, *others)
-        node.in_general = {operator.eq: False, operator.ne: True}.get(function)
+        ranks = [x.rank if isinstance(x, Node) else x for x in others]
+        ones = [x.one if isinstance(x, Node) else x for x in others]
+        node = self.made(function(self.rank, *ranks), function(self.one, *ones), *others)
+        node.in_general = in_general
         return node
 
     return method

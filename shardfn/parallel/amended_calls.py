@@ -60,6 +60,9 @@ class Amendment(NamedTuple):
     given: int = 0  # the size, as the rank had it when this was found
 
 
+_NESTED = (tuple, list, dict, slice)
+
+
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     """The frames of users and of torch, from a call of torch to the forward of the module that makes it."""
     while frame is not None and frame.f_code is not _FORWARD:
@@ -83,7 +86,7 @@ def arguments_of(tree: Any) -> list[Any]:
     """What is in the arguments of a call: their tuples, lists, dicts and slices."""
     leaves: list[Any] = []
     for x in _parts(tree) or ():
-        leaves += arguments_of(x) if isinstance(x, tuple | list | dict | slice) else (x,)
+        leaves += arguments_of(x) if isinstance(x, _NESTED) else (x,)
     return leaves
 
 

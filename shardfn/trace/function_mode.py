@@ -77,6 +77,7 @@ class PairedFunctionMode(TorchFunctionMode):
         numbers = self._run.numbers if self._sides.at != "one" else None
         draws = numbers.draws if numbers is not None else 0
         amends = self._axes is not None and self._sides.at == "both" and func not in _WRITING
+        amends = amends and getattr(func, "__name__", "") != "__get__"  # an attribute
         (args, kwargs), out = (self._amending if amends else self._served)(func, (args, kwargs))
         if numbers is not None:
             numbers.note(func, args, kwargs, out, draws)
@@ -118,8 +119,6 @@ class PairedFunctionMode(TorchFunctionMode):
         leaves, name = arguments_of(call), getattr(func, "__name__", "")
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         writes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-        if name == "__get__":
-            return self._served(func, call)
         found, problems, undo = self._run.found, len(self._run.problems), self._run.undoing(tensors)
         ways = self._ways(call, leaves, writes)
         try:

@@ -28,14 +28,15 @@ from shardfn.layout import has_derivatives
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 _BY_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _OF_MASKS = _BY_MASK | {"nonzero", "masked_select"}
+_NESTED = (tuple, list, dict)
 _LARGEST = 2**20  # elements; a mask over long sequences is not worth its time
 
 
 def leaves_of(tree: Any) -> list[Any]:
     """What is in the tuples, lists and dicts that an operator takes or makes, in order: a third of a pytree's time."""
     leaves: list[Any] = []
-    for x in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else (tree,):
-        leaves += leaves_of(x) if isinstance(x, tuple | list | dict) else (x,)
+    for x in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, _NESTED) else (tree,):
+        leaves += leaves_of(x) if isinstance(x, _NESTED) else (x,)
     return leaves
 
 

@@ -153,7 +153,7 @@ class _Sized(Node):
         return _SIDES.get().decide(self.rank, self.one, self.sources, in_general)
 
     def made(self, rank: Any, one: Any, *others: Any) -> "Node":
-        return _Sized(rank, one, sources_of((self, *others)))
+        return _Sized(rank, one, self.sources.union(*(x.sources for x in others if type(x) is _Sized)))
 
 
 class Size(torch.SymInt):
