@@ -3,7 +3,7 @@
 Read `policy` (what a user decides), `mesh` (axes and their order; `make_mesh`, which starts the process group),
 `layout` (how one parameter is split), `partition` (a rank's slice of a dim, and that slice after a reshape),
 `model_info` (names, kinds and ties of a model), `plan` (the decisions), then `planning`, which makes them with
-`plan_draft`, `local_sizes` and `plan_checks`. Which rule a parameter gets is decided in `planning._rule`; `leaf_spec`
+`local_sizes` and `plan_checks`. Which rule a parameter gets is decided in `planning._rule`; `leaf_spec`
 in `comm/buckets.py` writes it as DTensor placements. A size (heads, channels) that does not divide over its axes is
 found in `planning._require_divisible`. Not here: collectives, see `comm`.
 """

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from shardfn.layout.plan_draft import Draft, ParamRule
+from shardfn.layout.plan_checks import Draft, ParamRule
 from shardfn.layout.policy import matches
 from shardfn.notation import Factor, ShardError, Spec, parse, unknown_axes
 

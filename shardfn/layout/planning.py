@@ -19,8 +19,7 @@ from shardfn.layout.local_sizes import decide_local_sizes, padding_for
 from shardfn.layout.mesh import MeshSpec, Roles, axes_of, roles
 from shardfn.layout.model_info import BIAS_DIM, ModelInfo, ModuleInfo, ParamInfo, class_name, describe, registered
 from shardfn.layout.plan import Bucket, Plan, Unit, first_matches
-from shardfn.layout.plan_checks import axis_problems, check_settings, conflicts_of, uncomputable
-from shardfn.layout.plan_draft import Draft, ParamRule, Sized
+from shardfn.layout.plan_checks import Draft, ParamRule, Sized, axis_problems, check_policy, conflicts_of, uncomputable
 from shardfn.layout.policy import Policy, compile_pattern, first_match, is_in, matches, modules_above
 from shardfn.notation import Block, Dim, Factor, ShardError, Sizes, Spec, parse, raise_problems, repeated_axes
 
@@ -107,7 +106,7 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
             members[layout.unit].append(layout)
     problems += uncomputable(draft, layouts, forwards)
     local_sizes = decide_local_sizes(draft, rules)
-    check_settings(draft, kept)
+    check_policy(draft, kept)
     raise_problems("plan", problems)
     # The root unit first, then the others in the model's order; of those without parameters only the ones that cast.
     modules = {module.name: module for module in info.modules}
