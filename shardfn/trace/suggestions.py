@@ -46,6 +46,8 @@ _OF_TORCH = {
     "known before the forward: compute with the tensor, as in x * x.mean() for x * x.mean().item() and "
     "torch.where(x.mean() > 0, a, b) for an `if`, or pass the number as an argument; torch.distributions take "
     "validate_args=False.",
+    "no fake impl or Meta kernel": "How long the result of that operation is depends on values, which a run without "
+    "data does not have: compute with a mask of fixed shape, or call it outside of the model and pass what it gives.",
     "'lengths' argument": "Packed sequences cannot be followed: pad them, and mask what is padded.",
     "Cannot copy out of meta": "Something without data is written into a tensor that has some. Tensors that a forward "
     "makes must follow x.device; pass others as an argument, in a tuple, list or dict, or make them buffers.",

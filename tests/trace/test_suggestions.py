@@ -103,6 +103,11 @@ def test_what_nothing_helps_against_has_advice_by_its_kind() -> None:
     assert "part by part over tp=2" in message and "pvary" not in message
 
 
+def test_a_result_as_long_as_values_say_is_named() -> None:
+    message = _message(_Between(lambda own, h: h * len(torch.unique(h > 0))), RULES, torch.randn(2, 8))
+    assert "How long the result of that operation is depends on values" in message and "mask of fixed shape" in message
+
+
 class _Tiny(nn.Module):
     """A language model that computes its own loss."""
 
