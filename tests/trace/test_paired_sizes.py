@@ -48,8 +48,38 @@ def _what_it_divides(m: Any, h: Tensor) -> Tensor:
     return h.view(4, 32 // times - rest)
 
 
+def _said_and_written(m: Any, h: Tensor) -> Tensor:
+    assert h.shape[-1] > 0 and f"{h.shape}", "an assertion that holds"
+    h = h * torch.ones(())
+    h += 1
+    assert int(h.shape[-1]) in (8, 16)
+    return h
+
+
 def _either_way(m: Any, h: Tensor) -> Tensor:
     return h.clone() if h.shape[-1] > 8 else h
+
+
+def _written_or_not(m: Any, h: Tensor) -> Tensor:
+    h = h.clone()
+    return h.add_(1).add_(-1) if h.shape[-1] > 8 else h
+
+
+def _written_before(m: Any, h: Tensor) -> Tensor:
+    h = h.clone()
+    other = h * 2
+    if h.shape[-1] > 8:
+        h.add_(1)
+        other = h * 2
+    else:
+        h.add_(1)
+    return other
+
+
+def _drawn_before(m: Any, h: Tensor) -> Tensor:
+    if h.shape[-1] > 8:
+        torch.rand(3)
+    return h * torch.rand(())
 
 
 def _one_by_one(m: Any, h: Tensor) -> Tensor:
@@ -79,7 +109,19 @@ def _turned(m: Any, h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "between", [_known_kind, _what_it_divides, _in_words, _either_way, _quotient, _arranged, _grouped, _halves, _turned]
+    "between",
+    [
+        _known_kind,
+        _what_it_divides,
+        _in_words,
+        _said_and_written,
+        _either_way,
+        _quotient,
+        _arranged,
+        _grouped,
+        _halves,
+        _turned,
+    ],
 )
 def test_what_comes_out_alike_is_planned(between: Callable[[Any, Tensor], Any]) -> None:
     _planned(between)
@@ -162,6 +204,9 @@ REFUSED: dict[Callable[..., Any], str] = {
     _chunks: "results here and|values are made here|sizes",
     _read_again: "writes a value|given numbers|copy_|fill_",
     _if_contiguous: "decides by True, which is False",
+    _written_or_not: "decides by False, which is True",
+    _written_before: "decides by False, which is True",
+    _drawn_before: "decides by False, which is True",
 }
 
 
