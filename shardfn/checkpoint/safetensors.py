@@ -422,18 +422,16 @@ class _Export:
         if me not in (owner, self._first):
             return
         for block in blocks([n for _, n in ranges], BLOCK_BYTES // dtype.itemsize):
-            value = narrowed(local, block) if me == owner else None
-            if owner != self._first:
-                size = [n for _, n in block]
-                data = self._parcel[: prod(size) * dtype.itemsize]
-                parcel = data.view(dtype).view(size)
-                if value is not None:
-                    parcel.copy_(value)
-                    dist.send(data, self._first)
-                    continue
+            size = [n for _, n in block]
+            data = self._parcel[: prod(size) * dtype.itemsize]
+            value = data.view(dtype).view(size)
+            if me == owner:
+                value.copy_(narrowed(local, block))
+            if target is None:
+                dist.send(data, self._first)
+                continue
+            if me != owner:
                 dist.recv(data, owner)
-                value = parcel
-            assert target is not None and value is not None
             starts = [start + at for (start, _), (at, _) in zip(ranges, block, strict=True)]
             inside = [max(0, min(n, e - s)) for (_, n), s, e in zip(block, starts, leaf.extent, strict=True)]
             place = narrowed(target, tuple(zip(starts, inside, strict=True)))
