@@ -39,10 +39,13 @@ class UpdateRule:
 
     name: str
     state: Any  # a NamedTuple class: the step counter, then one tree a slot
-    slots: Callable[[Options], tuple[str, ...]]
     update: Callable[..., LeafUpdate]
     step: Callable[[Options, Tensor, Tensors, Tensors, list[Tensors]], None]
     least: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def slots(self, options: Options) -> list[str]:
+        """The trees of a state that are used: those whose option, if there is one of that name, is not 0."""
+        return [slot for slot in self.state._fields[1:] if options.get(slot, True)]
 
 
 class AdamState(NamedTuple):
@@ -141,14 +144,11 @@ def _lion_step(options: Options, step: Tensor, params: Tensors, grads: Tensors, 
     foreach("add_")(mu, grads, alpha=1 - b2)
 
 
-ADAMW = UpdateRule("adamw", AdamState, lambda _: ("mu", "nu"), _adamw_update, _adamw_step)
+ADAMW = UpdateRule("adamw", AdamState, _adamw_update, _adamw_step)
 # torch's fused SGD does not update halves on CPU: https://github.com/pytorch/pytorch/issues/191763, still in 2.13.
-_CPU_FLOAT = {"cpu": torch.float32}
-SGD = UpdateRule("sgd", SGDState, lambda o: ("momentum",) if o["momentum"] else (), _sgd_update, _sgd_step, _CPU_FLOAT)
+SGD = UpdateRule("sgd", SGDState, _sgd_update, _sgd_step, least={"cpu": torch.float32})
 # foreach would round halves between operations, and a sign turns rounding into a whole step.
-LION = UpdateRule(
-    "lion", LionState, lambda _: ("mu",), _lion_update, _lion_step, least=dict.fromkeys(FUSED_DEVICES, torch.float32)
-)
+LION = UpdateRule("lion", LionState, _lion_update, _lion_step, least=dict.fromkeys(FUSED_DEVICES, torch.float32))
 
 
 @dataclass(frozen=True)
