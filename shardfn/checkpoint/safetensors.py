@@ -284,7 +284,7 @@ def save_safetensors(
             export.attempt(export.write, layout.names, full)
             del full  # the next one is not made before this one is gone
         for _, buffer_names in _buffers(model) if _is_whole(params) else ():
-            export.attempt(export.write, buffer_names, export.buffer(buffer_names[0]))
+            export.attempt(export.write, buffer_names, export.as_written(params.buffers[buffer_names[0]]))
         export.attempt(export.writer.finish)
     return Path(path)
 
@@ -393,16 +393,15 @@ class _Export:
         for piece in [piece for name in names for piece in self._pieces.get(name, [])]:
             self.writer.write(piece.source, piece.there, piece.as_in_source(narrowed(full, piece.here)))
 
-    def buffer(self, name: str) -> Tensor:
-        """A buffer as it is written."""
-        value = part_of_rank(self._params.buffers[name], self._first)
-        return value.detach().to("cpu", _written(value.dtype, self._dtype))
+    def as_written(self, whole: Tensor) -> Tensor:
+        """A whole tensor of the first rank in host memory."""
+        value = part_of_rank(whole, self._first).detach()
+        return value.to("cpu", _written(value.dtype, self._dtype))
 
     def collect(self, layout: Layout) -> Tensor | None:
         """A whole parameter on the first rank, in host memory."""
         if not self._places.exchanges:
-            full = part_of_rank(gather(self._params, layout.name)[layout.name], self._first).detach()
-            return full.to("cpu", _written(full.dtype, self._dtype))
+            return self.as_written(gather(self._params, layout.name)[layout.name])
         full = None
         if self._is_first:
             dtype = self._dtype_of(layout)
