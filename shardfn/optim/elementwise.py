@@ -240,8 +240,7 @@ class _Elementwise:
                 columns = [unwrap_locals(base.leaves_of(tree, names)) for tree in (params, grads, *slots)]
                 for same in in_one_dtype(merged(columns), self.rule.least):
                     self.rule.step(options, state.step, same[0], same[1], same[2:])
-                for written in (columns[0], *columns[2:]):
-                    increment_version(written)
+                increment_version(chain.from_iterable((columns[0], *columns[2:])))
             state.step.add_(1)  # as what it counts: a state that is used again goes on
         return params, state
 
