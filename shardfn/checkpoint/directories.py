@@ -40,10 +40,9 @@ def to_state_dict(params: Params) -> dict[str, Tensor]:
         params: a tree made by `shard`, or one with its layouts.
     """
     out: dict[str, Tensor] = {}
-    for layout in params.plan.layouts.values():
-        if all(leaf.name in params for leaf in layout.leaves):
-            tensor = params[layout.name] if layout.plain else _model_shaped(params, layout)
-            out |= dict.fromkeys(layout.names, tensor)
+    for layout in sharding.selected_layouts(params, None):
+        tensor = params[layout.name] if layout.plain else _model_shaped(params, layout)
+        out |= dict.fromkeys(layout.names, tensor)
     return out
 
 
@@ -57,9 +56,9 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
     """
     grid = grid_of(like.mesh, like.plan.roles.storage)
     tree = initialize.NewTree(like.plan, like.mesh, grid, {}, like.buffers)
-    for layout in like.plan.layouts.values():
+    for layout in sharding.selected_layouts(like, None):
         value = next((state[name] for name in layout.names if name in state), None)
-        if value is None or not all(leaf.name in like for leaf in layout.leaves):
+        if value is None:
             continue
         spec = buckets.leaf_spec(like.plan, grid, layout.name, value.dtype) if layout.plain else None
         if isinstance(value, DTensor):
@@ -109,13 +108,12 @@ def _is_alive(mesh: DeviceMesh) -> bool:
 
 
 def _model_shaped(params: Params, layout: Layout) -> Tensor:
-    """A DTensor of model shape, split on dim 0 over the last axis of the storage mesh."""
+    """A DTensor of model shape, split on dim 0 over the last axis of the storage mesh; one without dims is plain."""
     full = sharding.gather(params, layout.name)[layout.name].detach()
     *others, last = params.plan.roles.storage
     grid = grid_of(params.mesh, (*others, last))
-    placements, local = [*(Replicate() for _ in others), Shard(0) if full.dim() else Replicate()], full
-    if full.dim():
-        local = full.narrow(0, *chunk(full.shape[0], grid.sizes[last], grid.coords[last])).clone()
+    local = full.narrow(0, *chunk(full.shape[0], grid.sizes[last], grid.coords[last])).clone()
+    placements = [*(Replicate() for _ in others), Shard(0)]
     return wrap_local(local, dtensor_spec(grid.storage, placements, full.shape, full.dtype))
 
 

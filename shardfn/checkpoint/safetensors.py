@@ -284,7 +284,7 @@ def save_safetensors(
             export.attempt(export.write, layout.names, full)
             del full  # the next one is not made before this one is gone
         for _, buffer_names in _buffers(model) if _is_whole(params) else ():
-            export.attempt(export.write, buffer_names, export.buffer(buffer_names[0]))
+            export.attempt(export.write, buffer_names, export.as_written(params.buffers[buffer_names[0]]))
         export.attempt(export.writer.finish)
     return Path(path)
 
@@ -393,16 +393,15 @@ class _Export:
         for piece in [piece for name in names for piece in self._pieces.get(name, [])]:
             self.writer.write(piece.source, piece.there, piece.as_in_source(narrowed(full, piece.here)))
 
-    def buffer(self, name: str) -> Tensor:
-        """A buffer as it is written."""
-        value = part_of_rank(self._params.buffers[name], self._first)
-        return value.detach().to("cpu", _written(value.dtype, self._dtype))
+    def as_written(self, whole: Tensor) -> Tensor:
+        """A whole tensor of the first rank in host memory."""
+        value = part_of_rank(whole, self._first).detach()
+        return value.to("cpu", _written(value.dtype, self._dtype))
 
     def collect(self, layout: Layout) -> Tensor | None:
         """A whole parameter on the first rank, in host memory."""
         if not self._places.exchanges:
-            full = part_of_rank(gather(self._params, layout.name)[layout.name], self._first).detach()
-            return full.to("cpu", _written(full.dtype, self._dtype))
+            return self.as_written(gather(self._params, layout.name)[layout.name])
         full = None
         if self._is_first:
             dtype = self._dtype_of(layout)
@@ -422,18 +421,16 @@ class _Export:
         if me not in (owner, self._first):
             return
         for block in blocks([n for _, n in ranges], BLOCK_BYTES // dtype.itemsize):
-            value = narrowed(local, block) if me == owner else None
-            if owner != self._first:
-                size = [n for _, n in block]
-                data = self._parcel[: prod(size) * dtype.itemsize]
-                parcel = data.view(dtype).view(size)
-                if value is not None:
-                    parcel.copy_(value)
-                    dist.send(data, self._first)
-                    continue
+            size = [n for _, n in block]
+            data = self._parcel[: prod(size) * dtype.itemsize]
+            value = data.view(dtype).view(size)
+            if me == owner:
+                value.copy_(narrowed(local, block))
+            if target is None:
+                dist.send(data, self._first)
+                continue
+            if me != owner:
                 dist.recv(data, owner)
-                value = parcel
-            assert target is not None and value is not None
             starts = [start + at for (start, _), (at, _) in zip(ranges, block, strict=True)]
             inside = [max(0, min(n, e - s)) for (_, n), s, e in zip(block, starts, leaf.extent, strict=True)]
             place = narrowed(target, tuple(zip(starts, inside, strict=True)))

@@ -182,9 +182,8 @@ def dtype_text(dtype: torch.dtype) -> str:
     >>> [dtype_text(d) for d in (torch.bfloat16, torch.uint8, torch.bool, torch.float8_e4m3fn)]
     ['bf16', 'u8', 'bool', 'f8e4m3fn']
     """
-    short = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
     name = str(dtype).removeprefix("torch.")
-    return re.sub(r"^(bfloat|float|uint|int|complex)(\d+)_?", lambda m: short[m[1]] + m[2], name)
+    return re.sub(r"^(bf|f|u|i|c)(?:loat|int|nt|omplex)(\d+)_?", r"\1\2", name)
 
 
 def _type_text(dtype: torch.dtype, rule: str, pending: Sequence[str]) -> str:

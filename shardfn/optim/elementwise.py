@@ -32,17 +32,20 @@ FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 class UpdateRule:
     """One algorithm on the leaves of one group; trees, groups, dtypes and checks are `_Elementwise`'s.
 
-    `update(options, step)` returns the update of a leaf, where `step` counts from 1.
+    `update(step, **options)` returns the update of a leaf, where `step` counts from 1.
     `step(options, step, params, grads, slots)` works in place on lists of equal dtype and device, `step` counts from 0;
     `least` is the dtype, by device type, that is wide enough for this.
     """
 
     name: str
     state: Any  # a NamedTuple class: the step counter, then one tree a slot
-    slots: Callable[[Options], tuple[str, ...]]
-    update: Callable[[Options, Tensor], LeafUpdate]
+    update: Callable[..., LeafUpdate]
     step: Callable[[Options, Tensor, Tensors, Tensors, list[Tensors]], None]
     least: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def slots(self, options: Options) -> list[str]:
+        """The trees of a state that are used: those whose option, if there is one of that name, is not 0."""
+        return [slot for slot in self.state._fields[1:] if options.get(slot, True)]
 
 
 class AdamState(NamedTuple):
@@ -67,8 +70,7 @@ class LionState(NamedTuple):
     mu: Tree
 
 
-def _adamw_update(options: Options, step: Tensor) -> LeafUpdate:
-    lr, b1, b2, eps, decay = (options[key] for key in ("lr", "b1", "b2", "eps", "weight_decay"))
+def _adamw_update(step: Tensor, lr: Any, b1: float, b2: float, eps: float, weight_decay: float) -> LeafUpdate:
     size = lr / (1 - b1**step)
     root = (1 - b2**step).sqrt()
 
@@ -78,7 +80,7 @@ def _adamw_update(options: Options, step: Tensor) -> LeafUpdate:
         # The derivative of sqrt at 0 is infinite, and a second derivative through it would be nan.
         used = nu > 0
         norm = torch.where(used, nu, 1.0).sqrt() * used
-        return -lr * decay * param - size * mu / (norm / root + eps), (mu, nu)
+        return -lr * weight_decay * param - size * mu / (norm / root + eps), (mu, nu)
 
     return leaf
 
@@ -104,15 +106,13 @@ def _is_fusable(params: Sequence[Tensor], slots: Sequence[Sequence[Tensor]]) -> 
     return dense and params[0].device.type in FUSED_DEVICES
 
 
-def _sgd_update(options: Options, step: Tensor) -> LeafUpdate:
-    lr, factor, decay, nesterov = (options[key] for key in ("lr", "momentum", "weight_decay", "nesterov"))
-
+def _sgd_update(step: Tensor, lr: Any, momentum: float, nesterov: bool, weight_decay: float) -> LeafUpdate:
     def leaf(grad: Tensor, param: Tensor, *slots: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        grad = grad + decay * param if decay else grad
-        if not factor:
+        grad = grad + weight_decay * param if weight_decay else grad
+        if not momentum:
             return -lr * grad, ()
-        momentum = factor * slots[0] + grad
-        return -lr * (grad + factor * momentum if nesterov else momentum), (momentum,)
+        total = momentum * slots[0] + grad
+        return -lr * (grad + momentum * total if nesterov else total), (total,)
 
     return leaf
 
@@ -124,12 +124,10 @@ def _sgd_step(options: Options, step: Tensor, params: Tensors, grads: Tensors, s
     torch_sgd(params, dense, buffers, fused=fused, foreach=not fused, dampening=0.0, maximize=False, **options)
 
 
-def _lion_update(options: Options, step: Tensor) -> LeafUpdate:
-    lr, b1, b2, decay = (options[key] for key in ("lr", "b1", "b2", "weight_decay"))
-
+def _lion_update(step: Tensor, lr: Any, b1: float, b2: float, weight_decay: float) -> LeafUpdate:
     def leaf(grad: Tensor, param: Tensor, mu: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         direction = torch.sign(b1 * mu + (1 - b1) * grad)
-        return -lr * (direction + decay * param), (b2 * mu + (1 - b2) * grad,)
+        return -lr * (direction + weight_decay * param), (b2 * mu + (1 - b2) * grad,)
 
     return leaf
 
@@ -146,14 +144,11 @@ def _lion_step(options: Options, step: Tensor, params: Tensors, grads: Tensors, 
     foreach("add_")(mu, grads, alpha=1 - b2)
 
 
-ADAMW = UpdateRule("adamw", AdamState, lambda _: ("mu", "nu"), _adamw_update, _adamw_step)
+ADAMW = UpdateRule("adamw", AdamState, _adamw_update, _adamw_step)
 # torch's fused SGD does not update halves on CPU: https://github.com/pytorch/pytorch/issues/191763, still in 2.13.
-_CPU_FLOAT = {"cpu": torch.float32}
-SGD = UpdateRule("sgd", SGDState, lambda o: ("momentum",) if o["momentum"] else (), _sgd_update, _sgd_step, _CPU_FLOAT)
+SGD = UpdateRule("sgd", SGDState, _sgd_update, _sgd_step, least={"cpu": torch.float32})
 # foreach would round halves between operations, and a sign turns rounding into a whole step.
-LION = UpdateRule(
-    "lion", LionState, lambda _: ("mu",), _lion_update, _lion_step, least=dict.fromkeys(FUSED_DEVICES, torch.float32)
-)
+LION = UpdateRule("lion", LionState, _lion_update, _lion_step, least=dict.fromkeys(FUSED_DEVICES, torch.float32))
 
 
 @dataclass(frozen=True)
@@ -174,12 +169,10 @@ class _Elementwise:
         for name in base.trainable(params):
             if params[name].is_complex():
                 raise TypeError(f"{verb}: params[{name!r}] is complex, for which it has no rule; use from_torch")
-        wanted: dict[str, set[str]] = {slot: set() for slot in self.rule.state._fields[1:]}
-        for options, names in self._members(params):
-            for slot in self.rule.slots(options):
-                wanted[slot].update(names)
+        members = self._members(params)
         slots, zeros_like = list[Tree](), partial(torch.zeros_like, dtype=self.state_dtype)
-        for chosen in wanted.values():
+        for slot in self.rule.state._fields[1:]:
+            chosen = {name for options, some in members if slot in self.rule.slots(options) for name in some}
             names = [name for name in params if name in chosen]
             leaves = [params[name] for name in names]
             zeros = map_runs(lambda run: list(map(zeros_like, run)), unwrap_locals(leaves))  # `step` merges these too
@@ -217,7 +210,7 @@ class _Elementwise:
         updates: dict[str, Tensor] = {}
         new = {slot: dict(tree) for slot, tree in old.items()}
         for options, names in members:
-            rule = self.rule.update(options, step.double())
+            rule = self.rule.update(step.double(), **options)
             slots = self.rule.slots(options)
             for name in names:
                 param, values = local(params[name]), [local(old[slot][name]) for slot in slots]
@@ -247,8 +240,7 @@ class _Elementwise:
                 columns = [unwrap_locals(base.leaves_of(tree, names)) for tree in (params, grads, *slots)]
                 for same in in_one_dtype(merged(columns), self.rule.least):
                     self.rule.step(options, state.step, same[0], same[1], same[2:])
-                for written in (columns[0], *columns[2:]):
-                    increment_version(written)
+                increment_version(chain.from_iterable((columns[0], *columns[2:])))
             state.step.add_(1)  # as what it counts: a state that is used again goes on
         return params, state
 

@@ -140,37 +140,30 @@ def _summed(verb: str, leaves: Sequence[DTensor], of_leaves: Callable[[Sequence[
     at = mesh.get_coordinate()
     if at is None:
         raise ShardError(f"{verb}: rank {dist.get_rank()} is not part of the leaves' mesh")
+    kinds = [(verb, spec.shape, spec.placements) for spec in specs]
     with torch.no_grad():
         if _torch.simulated():
             places = mesh.mesh
 
             def own(rank: int, each: list[Tensor]) -> list[Tensor]:
                 there = tuple((places == rank).nonzero()[0].tolist())
-                counted = [x for x, spec in zip(each, specs, strict=True) if _counts_on(verb, spec, there)]
+                counted = [x for x, kind in zip(each, kinds, strict=True) if _counts_on(*kind, there)]
                 return [torch.stack(counted).sum() if counted else torch.zeros_like(each[0])]
 
             total = _torch.on_each_rank(own, [of_leaves([i]) for i in range(len(specs))])[0]
         else:
-            total = of_leaves([i for i, spec in enumerate(specs) if _counts_on(verb, spec, tuple(at))])
+            total = of_leaves([i for i, kind in enumerate(kinds) if _counts_on(*kind, tuple(at))])
         moved = total.to(mesh.device_type)  # from the host, when gradients live there
         for group in _groups_of(leaves[0]):
             sum_flat_(moved, group)
     return moved.to(leaves[0].device)  # a rank that adds nothing has a total on the host
 
 
-def _counts_on(verb: str, spec: _torch.DTensorSpec, at: tuple[int, ...]) -> bool:
-    """Whether the rank at a coordinate adds a leaf to the sum."""
-    counts = _is_first(spec.placements, at)
-    if counts is None:
-        raise ShardError(f"{verb}: a leaf of shape {tuple(spec.shape)} is a sum that is still pending: sf.reduce_grads")
-    return counts
-
-
 @lru_cache(maxsize=2**12)
-def _is_first(placements: tuple[Placement, ...], at: tuple[int, ...]) -> bool | None:
-    """Whether the rank at a coordinate is the first of those that hold the same part; None when parts are summands."""
+def _counts_on(verb: str, shape: torch.Size, placements: tuple[Placement, ...], at: tuple[int, ...]) -> bool:
+    """Whether the rank at a coordinate adds a leaf to the sum: it is the first of those that hold the same part."""
     if any(placement.is_partial() for placement in placements):
-        return None
+        raise ShardError(f"{verb}: a leaf of shape {tuple(shape)} is a sum that is still pending: sf.reduce_grads")
     return all(index == 0 or not placement.is_replicate() for index, placement in zip(at, placements, strict=True))
 
 

@@ -184,7 +184,8 @@ class _FromTorch:
             raise ShardError("from_torch.update has no derivative; detach the gradients, or use sf.optim.adamw or sgd")
         with torch.no_grad():
             weights = {name: self._view(params[name]).clone() for name in names}
-            after = self._advance(params, grads, state, weights, pure=True)
+            slots = {key: {name: leaf.clone() for name, leaf in tree.items()} for key, tree in state.slots.items()}
+            after = self._advance(params, grads, state._replace(slots=slots), weights)
             for name, weight in weights.items():
                 weights[name] = with_local(params[name], unwrap_local(weight - self._view(params[name])))
         return base.slot_like(params, weights), after
@@ -194,7 +195,7 @@ class _FromTorch:
         base.require_outside("from_torch.step", params, grads)
         with torch.no_grad():
             weights = {name: self._view(params[name]) for name in names}
-            return params, self._advance(params, grads, state, weights, pure=False)
+            return params, self._advance(params, grads, state, weights)
 
     def _view(self, leaf: Tensor) -> Tensor:
         """The same memory without autograd: torch writes into it, and hangs a gradient on it."""
@@ -209,10 +210,8 @@ class _FromTorch:
             base.require_match(verb, f"state.slots[{key!r}]", params, names, tree)
         return names
 
-    def _advance(
-        self, params: Tree, grads: Tree, state: TorchState, weights: dict[str, Tensor], *, pure: bool
-    ) -> TorchState:
-        """One step of torch's optimizer on `weights`, in place; `pure` copies the state first."""
+    def _advance(self, params: Tree, grads: Tree, state: TorchState, weights: dict[str, Tensor]) -> TorchState:
+        """One step of torch's optimizer on `weights` and on the slots of the state, in place."""
         if not weights:
             return state._replace(step=state.step + 1)
         optimizer = self.make(list(weights.values()), state.step)
@@ -220,17 +219,16 @@ class _FromTorch:
         for name, weight in weights.items():
             weight.grad = self._view(grads[name]).to(weight.dtype).contiguous()
             if started:
-                old = {key: self._view(tree[name]) for key, tree in state.slots.items() if name in tree}
-                tensors = {key: value.clone() for key, value in old.items()} if pure else old
-                optimizer.state[weight] = {**tensors, **{key: value.clone() for key, value in state.scalars.items()}}
+                slots = {key: self._view(tree[name]) for key, tree in state.slots.items() if name in tree}
+                optimizer.state[weight] = slots | {key: value.clone() for key, value in state.scalars.items()}
         optimizer.step()
-        slots: dict[str, dict[str, Tensor]] = {key: {} for key in state.slots}
+        after: dict[str, dict[str, Tensor]] = {key: {} for key in state.slots}
         scalars = dict(state.scalars)
         for name, weight in weights.items():
             for key, value in optimizer.state[weight].items():
                 if key in scalars:
                     scalars[key] = value
                 elif isinstance(value, Tensor):
-                    slots[key][name] = with_local(params[name], value) if self.elementwise else value
+                    after[key][name] = with_local(params[name], value) if self.elementwise else value
             weight.grad = None
-        return TorchState(state.step + 1, {key: self._slot(params, leaves) for key, leaves in slots.items()}, scalars)
+        return TorchState(state.step + 1, {key: self._slot(params, leaves) for key, leaves in after.items()}, scalars)
