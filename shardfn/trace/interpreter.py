@@ -118,6 +118,11 @@ class Interpreter(_torch.TorchDispatchMode):
         """Whether ranks have other values of it."""
         return any(part.kind != "same" for part in self.tag(x).parts.values())
 
+    def left(self) -> list[Tag]:
+        """What is known of values that are there, and are parts or want gradients; weights are none."""
+        known = [tag for tag, _ in self._tags.values() if not tag.weight]
+        return [tag for tag in known if tag.wants or any(part.kind != "same" for part in tag.parts.values())]
+
     def mark(self, tensor: Tensor, tag: Tag) -> None:
         """Say what a collective or a module made of a tensor."""
         self._tags[tensor] = tag, self._writes

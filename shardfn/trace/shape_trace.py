@@ -5,6 +5,7 @@ It finds sizes taken from the configuration instead of the tensors, adds the col
 (see [Note: where a pvary goes]), and counts the bytes of activations that travel.
 """
 
+import gc
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
@@ -194,6 +195,7 @@ class ShapeTrace:
         found, problems = run.found, run.problems
         if not problems and not found.vary:
             ended = self._ended(adjust, found)
+            self._require_none_left(run)
             if self._decided:
                 self._require_values_of_a_rank(adjust, ended)
             if found.in_shares or found.may_scatter:
@@ -209,6 +211,24 @@ class ShapeTrace:
             if path != source and not wiring.shared_parts(self.plan, path, axis):
                 raise ShardError(f"{failure}\n{advice(failure.failure)}\n{wiring.shared_alone(path, axis)}")
         raise failure
+
+    def _require_none_left(self, run: Interpreter) -> None:
+        """Check that no value outlives a run: where one is kept and found, it is put back, and made whole in a call.
+
+        Raises:
+            ShardError: the forward keeps one where it was not found.
+        """
+        del self._axes
+        self._reached.collected = []
+        if run.left():
+            gc.collect()
+        for tag in run.left():
+            what = f"of {min(tag.sources)!r} " if tag.sources else ""
+            raise ShardError(
+                f"apply: the forward keeps a value {what}where it is not found, and would stay this rank's part, as in a "
+                "class, a ContextVar, a queue or a thread's own storage. Return it, or keep it in an attribute of a "
+                "module, in a list or in a dict"
+            )
 
     def _unserved(self, problems: Sequence[Problem]) -> Unserved:
         kinds = of_like_layers(list(dict.fromkeys(problem.what for problem in problems)))

@@ -222,7 +222,7 @@ def _way_back(value: Any) -> Callable[[], Any] | None:
             return partial(value.set_state, value.get_state())
         case numpy.random.Generator():
             return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-        case numpy.ndarray() if value.flags.writeable and value.size <= _LARGE:
+        case numpy.ndarray() if value.flags.writeable and value.size <= _LARGE and not value.dtype.hasobject:
             return partial(numpy.copyto, value, value.copy())
     return None
 
