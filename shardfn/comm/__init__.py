@@ -11,8 +11,8 @@ transpose of a `pvary`, in `collective_autograd`. Not here: who calls which coll
 from shardfn.comm import buckets, collectives, flat_memory
 from shardfn.comm.agreement import VALUES, agree, called_by_all, check_batch, digest, exchange_numbers
 from shardfn.comm.agreement import failing_together, random_numbers_of_first, require_same, wrong_inputs
-from shardfn.comm.buckets import BucketOnGrid, GatherBucket, ReduceBucket, empty_shards, gather_leaves, in_front
-from shardfn.comm.buckets import in_layout, leaf_spec, whole
+from shardfn.comm.buckets import BucketOnGrid, GatherBucket, ReduceBucket, empty_shards, in_front, in_layout
+from shardfn.comm.buckets import leaf_spec, whole
 from shardfn.comm.collective_autograd import Moved, of_rank, watched, watching, weighed
 from shardfn.comm.collectives import Gathers, RankIndex, all_gather, all_gather_invariant, all_to_all, all_to_all_rows
 from shardfn.comm.collectives import axis_index, axis_size, into_losses, pmean, pmean_of_losses, psum, psum_of_trees

@@ -50,47 +50,6 @@ AnyAxisCollective = AxisCollective | PureAxisCollective
 Cut = Callable[[Tensor], list[Tensor]]  # how shards are taken out of a flat tensor
 
 
-def gather_steps(
-    collectives: Sequence[AnyAxisCollective], shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers
-) -> Steps:
-    """shards -> one flat tensor of whole leaves in `dtype`; the first collective undoes the innermost split."""
-    *inner, last = collectives
-    for collective in inner:
-        (flat,) = yield from collective.gather(shards, dtype, buffers)
-        shards = collective.wholes_of(flat)
-    return (yield from last.gather(shards, dtype, buffers))
-
-
-def gather_leaves(
-    leaves: Sequence[Leaf], shards: Sequence[Tensor], axes: Sequence[str], grid: Grid, undone: Sequence[str] = ()
-) -> list[Tensor]:
-    """Whole tensors over `axes` (outermost first), all in one new storage.
-
-    `axes` are the innermost splits of every leaf, once those over the `undone` axes are undone. One all-gather an axis
-    larger than one; axes of one rank cost nothing: the shards themselves come back.
-    """
-    collectives = _collectives(leaves, axes, grid, undone)
-    if not collectives or not shards:
-        return list(shards)
-    steps = gather_steps(collectives, shards, shards[0].dtype, FreshBuffers(grid.device))
-    (flat,) = AsyncCollective(steps).finish()
-    return collectives[-1].wholes_of(flat)
-
-
-def _collectives(
-    leaves: Sequence[Leaf], axes: Sequence[str], grid: Grid, undone: Sequence[str] = (), host: Host | None = None
-) -> list[AnyAxisCollective]:
-    """The collectives that undo `axes`, innermost first; from a `host` at least one, which brings the shards."""
-    kept = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes if axis not in undone))
-    collectives: list[AnyAxisCollective] = []
-    for axis in reversed(axes):
-        kept = tuple(other for other in kept if other != axis)
-        if grid.sizes[axis] > 1 or (host is not None and axis == axes[0] and not collectives):
-            kind = PureAxisCollective if grid.pure else partial(AxisCollective, host=None if collectives else host)
-            collectives.append(kind(leaves, grid, axis, kept))
-    return collectives
-
-
 def whole(tensor: DTensor) -> Tensor:
     """A `DTensor` of any layout as an ordinary tensor on every rank of its mesh, outside autograd.
 
@@ -137,6 +96,7 @@ class BucketOnGrid:
     bucket: Bucket
     buffers: Buffers
     batch: Batch = ()
+    undone: tuple[str, ...] | None = None  # of leaves that were gathered over these axes before, and are on the device
     _parts: "dict[tuple[bool, ...] | int, BucketOnGrid]" = field(default_factory=dict)
 
     @cached_property
@@ -157,15 +117,24 @@ class BucketOnGrid:
     @cached_property
     def host(self) -> Host | None:
         """Where the shards live, when that is not the device that computes."""
-        return host_of(self.plan.policy, self.grid.device)
+        return host_of(self.plan.policy, self.grid.device) if self.undone is None else None
 
     @cached_property
     def collectives(self) -> list[AnyAxisCollective]:
-        """One for each axis to gather over, in the order of gathering.
+        """One for each axis larger than one to gather over, innermost first; from a `host` at least one.
 
         Without any the gathered tensors are the shards themselves, or copies of them.
         """
-        return _collectives(self.leaves, self.bucket.axes, self.grid, host=self.host)
+        leaves, grid, axes, gone = self.leaves, self.grid, self.bucket.axes, self.undone or ()
+        kept = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes if axis not in gone))
+        collectives: list[AnyAxisCollective] = []
+        for axis in reversed(axes):
+            kept = tuple(other for other in kept if other != axis)
+            host = None if collectives else self.host
+            if grid.sizes[axis] > 1 or (host is not None and axis == axes[0]):
+                kind = PureAxisCollective if grid.pure else partial(AxisCollective, host=host)
+                collectives.append(kind(leaves, grid, axis, kept))
+        return collectives
 
     @cached_property
     def idle(self) -> bool:
@@ -239,7 +208,15 @@ class BucketOnGrid:
         """
         if len(self.collectives) == 1:
             return self.collectives[0].gather(shards, self.bucket.dtype, self.buffers)
-        return gather_steps(self.collectives, shards, self.bucket.dtype, self.buffers)
+        return self._gather_over_axes(shards)
+
+    def _gather_over_axes(self, shards: Sequence[Tensor]) -> Steps:
+        """The first collective undoes the innermost split."""
+        *inner, last = self.collectives
+        for collective in inner:
+            (flat,) = yield from collective.gather(shards, self.bucket.dtype, self.buffers)
+            shards = collective.wholes_of(flat)
+        return (yield from last.gather(shards, self.bucket.dtype, self.buffers))
 
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Local shards -> tensors whole over the data axes, in the bucket's dtype; without a collective, the shards."""

@@ -228,7 +228,7 @@ def bind(kind: str, x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Tensor:
 
 
 class _Weighed(torch.autograd.Function):
-    """x times `now`. Its cotangent is multiplied by `then`, the cotangent of that by `now` again, and so on.
+    """x times `now`. Its cotangent is multiplied by `then`, the cotangent of that by `after`, then by `then` again, ...
 
     With `now` of 1 the identity for which losses count otherwise; see [Note: cotangents of trees] in buckets.py.
     """
@@ -236,20 +236,21 @@ class _Weighed(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, now: float, then: float) -> Tensor:
+    def forward(x: Tensor, now: float, then: float, after: float) -> Tensor:
         return x.view_as(x) if now == 1 else x * now
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.now, ctx.then = inputs[1:]
+        ctx.weights = inputs[1:]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Weighed.apply(grads[0], ctx.then, ctx.now), None, None
+        _, then, after = ctx.weights
+        return _Weighed.apply(grads[0], then, after, then), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _Weighed.forward(tangents[0], ctx.now, ctx.then)
+        return _Weighed.forward(tangents[0], *ctx.weights)
 
 
 def weighed(x: Tensor, factor: float) -> Tensor:
@@ -260,15 +261,7 @@ def weighed(x: Tensor, factor: float) -> Tensor:
     >>> torch.func.grad(lambda x: weighed(x, 3.0) ** 2)(torch.tensor(2.0))
     tensor(12.)
     """
-    return x if factor == 1 or not may_be_differentiated(x) else _Weighed.apply(x, 1, factor)
-
-
-class _OfRank(_Weighed):
-    """The identity; what is made of its cotangent, which is this rank's, has a cotangent that counts by a number."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _Weighed.apply(grads[0], 1, ctx.then), None, None
+    return x if factor == 1 or not may_be_differentiated(x) else _Weighed.apply(x, 1, factor, 1)
 
 
 def of_rank(x: Any, factor: float) -> Any:
@@ -281,7 +274,7 @@ def of_rank(x: Any, factor: float) -> Any:
     >>> slope.item(), torch.autograd.grad(slope, x)[0].item()
     (12.0, 6.0)
     """
-    return _OfRank.apply(x, 1, factor) if factor != 1 and isinstance(x, Tensor) and x.requires_grad else x
+    return _Weighed.apply(x, 1, 1, factor) if factor != 1 and isinstance(x, Tensor) and x.requires_grad else x
 
 
 class Moved(NamedTuple):

@@ -435,17 +435,18 @@ class PureAxisCollective:
 
     def gather(self, shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers) -> Steps:
         """One flat tensor in `dtype` that holds the whole leaves, see `wholes_of`."""
-        (flat,) = per_rank(self._grid, partial(self._packed, dtype), shards)  # [n]
+        (rows,) = per_rank(self._grid, partial(self._packed, dtype, 1), shards)  # [1, n]
         if self.ranks > 1:
-            parts = gathering(flat, self.group)  # [W * n]
+            parts = gathering(rows.view(-1), self.group)  # [W * n]
             yield []  # a graph may have something else in between
-            flat = waited(parts)
-        return per_rank(self._grid, self._joined, [flat])
+            rows = waited(parts)
+        return per_rank(self._grid, self._joined, [rows])
 
-    def _packed(self, dtype: torch.dtype, coords: Axes, shards: Sequence[Tensor]) -> list[Tensor]:
-        """[n]: every shard, its split dim in front, padded to the chunk of the first rank."""
-        pairs = zip(self._splits_at(coords), shards, strict=True)
-        return [together([_rows(shard.to(dtype), split, 1) for split, shard in pairs])]
+    def _packed(self, dtype: torch.dtype, chunks: int, coords: Axes, leaves: Sequence[Tensor | None]) -> list[Tensor]:
+        """[chunks, n]: shards in one chunk, whole leaves in one for each rank; split dims in front, padded."""
+        zeros, pairs = partial(torch.zeros, device=self._grid.device), zip(self._splits_at(coords), leaves, strict=True)
+        values = [(zeros(split.whole, dtype=dtype) if x is None else x.to(dtype), split) for split, x in pairs]
+        return [torch.cat([_rows(x, split, chunks).reshape(chunks, split.numel) for x, split in values], dim=1)]
 
     def _joined(self, coords: Axes, flats: Sequence[Tensor]) -> list[Tensor]:
         """[W * n], the flat tensors of all ranks -> the whole leaves side by side."""
@@ -466,17 +467,10 @@ class PureAxisCollective:
 
     def reduce(self, wholes: Sequence[Tensor | None], dtype: torch.dtype, buffers: Buffers, results: Buffers) -> Steps:
         """The sum over ranks as one flat tensor [n]; wholes travel in `dtype`, missing ones are zeros."""
-        (parts,) = per_rank(self._grid, partial(self._spread, dtype), wholes)  # [W, n]
+        (parts,) = per_rank(self._grid, partial(self._packed, dtype, self.ranks), wholes)  # [W, n]: row i is for rank i
         if self.ranks == 1 or not parts.numel():
             return [parts.view(-1)]
         return (yield from raw_collectives.pure_scatter_steps(parts, self.group))
-
-    def _spread(self, dtype: torch.dtype, coords: Axes, wholes: Sequence[Tensor | None]) -> list[Tensor]:
-        """[W, n]: row i is for rank i."""
-        zeros, pairs = partial(torch.zeros, device=self._grid.device), zip(self._splits_at(coords), wholes, strict=True)
-        gradients = [(zeros(split.whole, dtype=dtype) if x is None else x.to(dtype), split) for split, x in pairs]
-        rows = [_rows(x, split, self.ranks).reshape(self.ranks, split.numel) for x, split in gradients]
-        return [torch.cat(rows, dim=1)]
 
     def shards_of(self, flat: Tensor) -> list[Tensor]:
         """This rank's shards in a flat tensor [n]."""

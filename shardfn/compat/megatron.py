@@ -153,13 +153,10 @@ def _defaults() -> set[type[nn.Module]]:
 
 
 def _data_group() -> dist.ProcessGroup:
-    try:
+    with suppress(ImportError, AssertionError):  # no Megatron, or nobody has initialized it
         state: Any = importlib.import_module("megatron.core.parallel_state")
         return state.get_data_parallel_group(with_context_parallel=True)
-    except (ImportError, AssertionError):  # no Megatron, or nobody has initialized it
-        group = dist.group.WORLD
-        if group is None:
-            raise ShardError(
-                "TorchFullyShardedDataParallel: no process group; init_process_group comes first"
-            ) from None
-        return group
+    group = dist.group.WORLD
+    if group is None:
+        raise ShardError("TorchFullyShardedDataParallel: no process group; init_process_group comes first")
+    return group

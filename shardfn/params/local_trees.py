@@ -22,19 +22,15 @@ def over_params(fn: Callable[[Params], Any], tree: Any) -> Any:
     return pytree.tree_map(lambda x: fn(x) if is_tree(x) else x, tree, is_leaf=is_tree)
 
 
-def lower(params: Params, vmaps: int) -> Params:
-    """The same tree with plain leaves, differentiable; its plan says that it is inside `vmaps` mapped dims."""
-    parts = [*params.values()]
-    if params.plan.vmaps is None:
-        parts = Across.apply(False, specs_of_leaves(params.plan, params), *parts)
-    return Params(zip(params, parts, strict=True), params.plan.in_vmaps(vmaps), params.mesh, params.buffers)
+def lower(params: Params, vmaps: int | None) -> Params:
+    """The same tree with plain leaves, differentiable; its plan says that it is inside `vmaps` mapped dims.
 
-
-def lift(params: Params) -> Params:
-    """The same tree with DTensors as leaves, differentiable."""
-    plan = params.plan.in_vmaps(None)
-    lifted = Across.apply(True, specs_of_leaves(plan, params), *params.values())
-    return Params(zip(params, lifted, strict=True), plan, params.mesh, params.buffers)
+    With None the other way round: with DTensors as leaves.
+    """
+    plan, leaves = params.plan.in_vmaps(vmaps), params.values()
+    if (plan.vmaps is None) != (params.plan.vmaps is None):
+        leaves = Across.apply(vmaps is None, specs_of_leaves(params.plan.in_vmaps(None), params), *leaves)
+    return Params(zip(params, leaves, strict=True), plan, params.mesh, params.buffers)
 
 
 def entered(verb: str, tree: Any) -> Any:
@@ -56,7 +52,7 @@ def entered(verb: str, tree: Any) -> Any:
 
 def left(tree: Any) -> Any:
     """What comes out of the outermost transform: every tree of shards in it lifted."""
-    return tree if in_transform() else over_params(lambda x: x if x.plan.vmaps is None else lift(x), tree)
+    return tree if in_transform() else over_params(lambda x: x if x.plan.vmaps is None else lower(x, None), tree)
 
 
 def specs_of_leaves(plan: Plan, params: Params) -> list[DTensorSpec]:

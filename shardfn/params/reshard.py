@@ -70,13 +70,11 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
 def _resharded(tree: Params, plan: Plan, mesh: DeviceMesh) -> Params:
     """`_moved`, differentiable."""
     plan = plan.with_reduction(tree.plan.reduction or "mean")
-    floating = {name: leaf for name, leaf in tree.items() if leaf.is_floating_point() or leaf.is_complex()}
-    layouts = (plan.layouts[old.name] for old in selected_layouts(tree, None) if old.leaves[0].name in floating)
-    before = _Stored(tuple(floating), tree.plan, tree.mesh)
+    layouts = (plan.layouts[old.name] for old in selected_layouts(tree, None))
+    before = _Stored(tuple(tree), tree.plan, tree.mesh)
     after = _Stored(tuple(leaf.name for layout in layouts for leaf in layout.leaves), plan, mesh)
-    leaves = dict(zip(after.names, _Resharded.apply(before, after, *floating.values()), strict=True))
-    leaves |= _moved(tree.like((name, leaf) for name, leaf in tree.items() if name not in floating), plan, mesh)
-    return Params(((name, leaves[name]) for name in plan.leaves if name in leaves), plan, mesh, tree.buffers)
+    leaves = _Resharded.apply(before, after, *tree.values())
+    return Params(zip(after.names, leaves, strict=True), plan, mesh, tree.buffers)
 
 
 def _reshards_in_transform() -> ShardError:

@@ -5,6 +5,7 @@ that `shard` begins with in `initialize.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from shardfn import comm, layout
 from shardfn._torch import holds_data, in_transform, materialized, unwrap_local, watch_backward, wrap_local
-from shardfn.comm import BucketOnGrid, FreshBuffers, GatherBucket, called_by_all, gather_leaves, in_front, leaf_spec
+from shardfn.comm import BucketOnGrid, FreshBuffers, GatherBucket, called_by_all, in_front, leaf_spec
 from shardfn.context import is_differentiated, note_tree
 from shardfn.layout import Grid, Layout, Plan, Policy, compute_view_shape, first_match, from_compute_view, grid_of
 from shardfn.notation import ShardError, did_you_mean
@@ -180,7 +181,8 @@ def _gather_whole(tree: Params, names: Sequence[str]) -> list[Tensor]:
         on_grid = BucketOnGrid(plan_, grid, layout.Bucket("", tuple(members), data, dtype), FreshBuffers(grid.device))
         gathered = GatherBucket.apply(on_grid, *(tree[name] for name in members))
         compute = tuple(axis for axis in plan_.roles.compute if axis in axes)
-        wholes = _OverCompute.apply(True, on_grid, compute, *gathered) if compute else gathered
+        over = replace(on_grid, bucket=replace(on_grid.bucket, axes=compute), undone=data, _parts={})
+        wholes = _OverCompute.apply(True, over, *gathered) if compute else gathered
         if all(grid.sizes[axis] == 1 for axis in axes):
             wholes = [whole.clone() for whole in wholes]  # nothing moved: these are the shards' own memory
         out |= dict(zip(members, wholes, strict=True))
@@ -195,31 +197,31 @@ class _OverCompute(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(gathers: bool, on_grid: BucketOnGrid, axes: Sequence[str], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(gathers: bool, on_grid: BucketOnGrid, *tensors: Tensor) -> tuple[Tensor, ...]:
         if gathers:
-            wholes = gather_leaves(on_grid.leaves, tensors, axes, on_grid.grid, undone=on_grid.bucket.axes)
+            wholes = on_grid.gather(tensors)
             return tuple(w.detach() if w is t else w for w, t in zip(wholes, tensors, strict=True))
-        parts = layout.own_parts(on_grid.leaves, tensors, on_grid.grid, axes)
+        parts = layout.own_parts(on_grid.leaves, tensors, on_grid.grid, on_grid.bucket.axes)
         return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.gathers, *ctx.where = inputs[:3]
+        ctx.gathers, ctx.on_grid = inputs[:2]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return (None, None, None, *_OverCompute.apply(not ctx.gathers, *ctx.where, *grads))
+        return (None, None, *_OverCompute.apply(not ctx.gathers, ctx.on_grid, *grads))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        return _OverCompute.apply(ctx.gathers, *ctx.where, *map(materialized, tangents[3:]))
+        return _OverCompute.apply(ctx.gathers, ctx.on_grid, *map(materialized, tangents[2:]))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         """The same of leaves with one more dim in front."""
-        gathers, on_grid, axes, *tensors = args
-        batched = in_front(info.batch_size, in_dims[3:], tensors)
-        return _OverCompute.apply(gathers, on_grid.batched(info.batch_size), axes, *batched), (0,) * len(tensors)
+        gathers, on_grid, *tensors = args
+        batched = in_front(info.batch_size, in_dims[2:], tensors)
+        return _OverCompute.apply(gathers, on_grid.batched(info.batch_size), *batched), (0,) * len(tensors)
 
 
 def selected_layouts(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import shardfn as sf
 from shardfn._torch import unwrap_local, wrap_local
 from shardfn.comm import packing
-from shardfn.comm.buckets import BucketOnGrid, GatherBucket, ReduceBucket, gather_leaves, leaf_spec
+from shardfn.comm.buckets import BucketOnGrid, GatherBucket, ReduceBucket, leaf_spec
 from shardfn.comm.flat_memory import BufferPool, FreshBuffers
 from shardfn.comm.packing import AxisCollective
 from shardfn.comm.raw_collectives import AsyncCollective
@@ -124,13 +124,12 @@ def test_a_gradient_is_cut_along_the_dim_that_is_split(rule: str, dim: int) -> N
 
 
 def nothing_to_send_on_a_rank() -> None:
-    params, places, on_grid = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
-    empty = [leaf for leaf in on_grid.leaves if leaf.name == "d"]
+    params, _, on_grid = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
     alone = on_grid.part([name == "d" for name in on_grid.bucket.leaves])
     for message in (None, 0):
         in_place(message)
         with count_collectives() as counts:
-            assert gather_leaves(empty, [unwrap_local(params["d"])], ("fsdp",), places)[0].shape == (2, 0)
+            assert alone.gather([unwrap_local(params["d"])])[0].shape == (2, 0)
             got = alone.reduce([torch.empty(2, 0, dtype=torch.float64)], [torch.float64], "mean")
             assert got[0].shape == unwrap_local(params["d"]).shape
         assert counts.total == 0
@@ -142,12 +141,10 @@ def test_nothing_to_send() -> None:
 
 
 def one_rank_on_a_rank() -> None:
-    params, places, on_grid = make_params(init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)))
+    params, _, on_grid = make_params(init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)))
     shards = [unwrap_local(params[name]) for name in on_grid.bucket.leaves]
     with count_collectives() as counts:
-        assert all(
-            a is b for a, b in zip(gather_leaves(on_grid.leaves, shards, ("fsdp",), places), shards, strict=True)
-        )
+        assert all(a is b for a, b in zip(on_grid.gather(shards), shards, strict=True))
         for shard, got in zip(shards, on_grid.reduce(shards, [torch.float64] * len(shards), "mean"), strict=True):
             assert_same_bits(got, shard)
     assert counts.total == 0 and not on_grid.collectives

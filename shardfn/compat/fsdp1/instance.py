@@ -136,13 +136,12 @@ class Instance(Sharded):
         (first_has_meta,), *_ = exchange_numbers(self.mesh, [has_meta])
         return None if first_has_meta else self.first_rank
 
-    def _set_dtypes_of_gradients(self, module: nn.Module) -> None:
+    def _set_dtypes_of_gradients(self, module: Any) -> None:
         """`keep_low_precision_grads`: gradients stay in the dtype in which they are reduced."""
         mixed = self.settings.mixed_precision
         if mixed.keep_low_precision_grads and (mixed.reduce_dtype or mixed.param_dtype):
-            inner = {id(p) for name, deeper, _ in Instance.all_in(module) if name for p in deeper.parameters()}
-            for parameter in module.parameters():
-                if isinstance(parameter, DTensor) and id(parameter) not in inner:
+            for parameter in module.params:
+                if isinstance(parameter, DTensor):
                     parameter.grad_dtype = mixed.reduce_dtype or mixed.param_dtype
 
     def is_exact(self, module: nn.Module) -> bool:
@@ -243,17 +242,15 @@ def _materialize(module: nn.Module) -> None:
 def _materialize_own(module: nn.Module, record: Instance) -> None:
     """By `param_init_fn`, called with every module, or `reset_parameters()`; not what instances inside have."""
     fill = record.settings.param_init_fn
-    if fill is not None and not callable(fill):
-        raise ValueError(f"Expected {fill} to be callable but got {type(fill)}")
-    inner = {inside for _, inside, _ in Instance.all_in(module)}
-    modules = torchs._get_modules_to_materialize(module, record.ignored_modules | inner)
+    left = record.ignored_modules | {inside for _, inside, _ in Instance.all_in(module)}
+    modules = torchs._get_modules_to_materialize(module, left)
     of_meta = [one for one in modules if any(map(attrgetter("is_meta"), (*one.parameters(False), *one.buffers(False))))]
-    for one in modules if fill is not None and of_meta else of_meta:
-        if fill is None:
-            one.to_empty(device=record.device, recurse=False)
-            _reset(one)
-        else:
-            fill(one)
+    if fill is not None and (of_meta or not callable(fill)):
+        torchs._materialize_with_param_init_fn(module, fill, left)  # raises where it is not callable
+        return
+    for one in of_meta:
+        one.to_empty(device=record.device, recurse=False)
+        _reset(one)
 
 
 def _reset(module: Any) -> None:
