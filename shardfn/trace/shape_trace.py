@@ -225,7 +225,7 @@ class ShapeTrace:
         for tag in run.left():
             what = f"of {min(tag.sources)!r} " if tag.sources else ""
             raise ShardError(
-                f"apply: the forward keeps a value {what}where it is not found, and would stay this rank's part, as in a "
+                f"apply: the forward keeps a value {what}where it is not found, and would stay this rank's part: in a "
                 "class, a ContextVar, a queue or a thread's own storage. Return it, or keep it in an attribute of a "
                 "module, in a list or in a dict"
             )
