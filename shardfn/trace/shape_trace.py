@@ -383,7 +383,7 @@ class ShapeTrace:
         if decided and not self._fails_in(adjust, "rank"):  # as it does the way of one process
             return self._unserved(_decisions(decided))
         why = self._fails_in(adjust, "one")
-        if written := of_torch(error) or wiring.advice_on(self.plan, self._buffers, error):
+        if written := of_torch(f"{error}\n{why}") or wiring.advice_on(self.plan, self._buffers, error):
             where = why or f"{run.failed_at or type(self.model).__name__!r}: {error}"
             return ShardError(
                 f"apply: a run of the forward without data failed in {where}\n{written}{self._loop_hint()}"
@@ -391,9 +391,10 @@ class ShapeTrace:
         if not why:
             return self._stopped(run, error)
         return ShardError(
-            f"apply: a run of the forward without data, on whole weights, failed in {why}\nDoes the model run on one "
-            "rank with these inputs? Tensors that are no parameters or buffers must follow x.device, and control flow "
-            f"must not depend on values that depend on weights.{self._loop_hint()}"
+            f"apply: a run of the forward without data, on whole weights, failed in {why}\nDoes the forward return on "
+            "one rank with these inputs, and raise nothing of its own to leave early? Tensors that are no parameters "
+            "or buffers must follow x.device, and control flow must not depend on values that depend on weights."
+            f"{self._loop_hint()}"
         )
 
     def _stopped(self, run: Interpreter, error: Exception) -> Unserved:

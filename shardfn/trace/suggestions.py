@@ -42,22 +42,23 @@ _ADVICE = {
 
 _OF_TORCH = {
     "functorch transform|BatchedTensorImpl|invalid gradient": wiring.AROUND,
-    "cannot be called on meta|aten::_local_scalar_dense|aten::is_nonzero": "Numbers that are made of floats are not "
-    "known before the forward: compute with the tensor, as in x * x.mean() for x * x.mean().item() and "
-    "torch.where(x.mean() > 0, a, b) for an `if`, or pass the number as an argument; torch.distributions take "
-    "validate_args=False.",
+    "cannot be called on meta|aten::_local_scalar_dense|aten::is_nonzero|to numpy": "Numbers that are made of floats "
+    "are not known before the forward: return the tensor and read it outside, or compute with it, as in x * x.mean() "
+    "for x * x.mean().item() and torch.where(x.mean() > 0, a, b) for an `if`, or pass the number as an argument; "
+    "torch.distributions take validate_args=False.",
     "no fake impl or Meta kernel": "How long the result of that operation is depends on values, which a run without "
     "data does not have: compute with a mask of fixed shape, or call it outside of the model and pass what it gives.",
     "'lengths' argument": "Packed sequences cannot be followed: pad them, and mask what is padded.",
-    "Cannot copy out of meta": "Something without data is written into a tensor that has some. Tensors that a forward "
-    "makes must follow x.device; pass others as an argument, in a tuple, list or dict, or make them buffers.",
+    "Cannot copy out of meta": "Something without data is read, as by .tolist() or .cpu(): return it, and read it "
+    "outside. Or it is written into a tensor that has data: those that a forward makes must follow x.device; pass "
+    "others as an argument, in a tuple, list or dict, or make them buffers.",
     "ContextVar name='sides'": "A thread of its own computes a module; call modules in that of the forward.",
 }
 
 
-def of_torch(error: Exception) -> str:
+def of_torch(words: str) -> str:
     """What to write when a run without data fails with words of torch that name another cause; else empty."""
-    return next((advice for pattern, advice in _OF_TORCH.items() if re.search(pattern, str(error))), "")
+    return next((advice for pattern, advice in _OF_TORCH.items() if re.search(pattern, words)), "")
 
 
 class Failure(NamedTuple):

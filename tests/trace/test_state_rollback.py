@@ -2,8 +2,12 @@
 
 import io
 import itertools
+import queue
 import random
+import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -118,3 +122,53 @@ def test_what_is_taken_from_an_iterator_is_refused(mesh: DeviceMesh) -> None:
     numbers = itertools.count(1)
     with pytest.raises(sf.ShardError, match=r"takes items from a count"):
         sf.apply(kept, sf.shard(kept, mesh, sf.Policy(rules=RULES)), X, None)
+
+
+class _Holder:
+    last: Any = None
+
+
+def _shelf() -> None:
+    pass
+
+
+_CONTEXT: ContextVar[Any] = ContextVar("kept", default=None)
+_THREADS, _QUEUE, _ARRAY = threading.local(), queue.SimpleQueue[Tensor](), np.empty(1, dtype=object)
+
+
+@cache
+def _remembered() -> list[Tensor]:
+    return []
+
+
+PLACES: dict[str, Callable[[Tensor], Any]] = {
+    "a class": lambda h: setattr(_Holder, "last", h),
+    "a function": lambda h: vars(_shelf).update(last=h),
+    "a ContextVar": _CONTEXT.set,
+    "a thread's storage": lambda h: setattr(_THREADS, "last", h),
+    "a queue": _QUEUE.put,
+    "an array": lambda h: _ARRAY.fill(h),
+    "a cached list": lambda h: _remembered().append(h),
+}
+
+
+@on_meshes({"tp": 2})
+@pytest.mark.parametrize("place", PLACES)
+def test_a_value_that_is_kept_where_it_is_not_found(mesh: DeviceMesh, place: str) -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 6)
+            self.kept: list[Tensor] = []
+
+        def forward(self, x: Tensor, keep: bool) -> Tensor:
+            h = self.up(x)
+            PLACES[place](h) if keep else self.kept.append(h)
+            return self.down(h.tanh())
+
+    model = Keeps()
+    params = sf.shard(model, mesh, sf.Policy(rules=RULES))
+    with pytest.raises(sf.ShardError, match=r"keeps a value of 'module up' .* Return it, or keep it in an attribute"):
+        sf.apply(model, params, X.float(), True)
+    sf.apply(model, params, X.float(), False)
+    assert [x.shape for x in model.kept] == [(4, 16)], "whole, in what the error names"

@@ -103,6 +103,26 @@ def test_what_nothing_helps_against_has_advice_by_its_kind() -> None:
     assert "part by part over tp=2" in message and "pvary" not in message
 
 
+class _Left(Exception):
+    pass
+
+
+def _leaves(own: Any, h: Tensor) -> Tensor:
+    raise _Left(h)
+
+
+@pytest.mark.parametrize(
+    ("fn", "remedy"),
+    [
+        (lambda own, h: h * len(h.sum(0).tolist()), "return it, and read it outside"),
+        (lambda own, h: h * float(h.detach().sum(0).numpy()[0]), "return the tensor and read it outside"),
+        (_leaves, "raise nothing of its own to leave early"),
+    ],
+)
+def test_values_that_are_read_and_early_exits_have_a_remedy(fn: Any, remedy: str) -> None:
+    assert remedy in _message(_Between(fn), RULES, torch.randn(2, 8))
+
+
 def test_a_result_as_long_as_values_say_is_named() -> None:
     message = _message(_Between(lambda own, h: h * len(torch.unique(h > 0))), RULES, torch.randn(2, 8))
     assert "How long the result of that operation is depends on values" in message and "mask of fixed shape" in message
