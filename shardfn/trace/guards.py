@@ -21,7 +21,7 @@ from enum import Enum
 from functools import cache, partial
 from itertools import chain, repeat, zip_longest
 from operator import attrgetter, is_, is_not, methodcaller
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -125,13 +125,17 @@ class Guards:
 
     VALUES = id(_VALUES), None  # the key of all that Python is told of values of tensors
 
-    def __init__(self, leaves: Sequence[Any], places: Sequence[ValuePath], reads: ValueReads) -> None:
-        """The guards of a run whose arguments have these leaves, and which read these places and values."""
+    def __init__(
+        self, leaves: Sequence[Any], places: Sequence[ValuePath], reads: ValueReads, holders: Sequence[Any] = ()
+    ) -> None:
+        """The guards of a run whose arguments have these leaves, and which read these places, values and holders."""
         kinds = (Tensor, FunctionType, nn.Module, *_WORDS)
         positions = [at for at, leaf in enumerate(leaves) if not (isinstance(leaf, kinds) or is_cache(leaf))]
         self.places = [*(ValuePath(None, at) for at in positions), *places]
         self.values = [place.now(leaves) for place in self.places]
-        self.held = reach(x for x in self.values if not isinstance(x, nn.Module) and not callable(x))
+        inside = (x for holder in holders if isinstance(holder, CellType) for x in read(holder))
+        self.held = reach(x for x in (*self.values, *inside) if not isinstance(x, nn.Module) and not callable(x))
+        self.held |= {id(holder): (holder, read(holder)) for holder in holders}
         self.questions: Sequence[Question] = ()
         self.reads, sources = reads, reads.end()
         self.sources = {at: (ValuePath({0: x}, 0), 0) for at, x in sources.items()}

@@ -26,7 +26,7 @@ from shardfn.notation import ShardError, of_like_layers
 from shardfn.parallel import Adjustments, ComputeAxes, kept_by_acts, others_forwards, weight_parts, wiring
 from shardfn.random import dropout_modules
 from shardfn.trace import function_mode as beside
-from shardfn.trace.guards import ValuePath, Watch, reads_noted
+from shardfn.trace.guards import Guards, ValuePath, Watch, reads_noted
 from shardfn.trace.interpreter import Interpreter
 from shardfn.trace.meta_values import ValueReads, to_meta
 from shardfn.trace.paired_sizes import Decision, Paired, Side, Size
@@ -94,6 +94,14 @@ class ShapeTrace:
             change = self._change(failure.failure, Policy())
             text = said(change, self.plan, failure.failure) if change is not None else advice(failure.failure)
             raise ShardError(f"{failure}\n{text}") from failure.__cause__
+
+    def guards(self, leaves: Sequence[Any]) -> Guards | None:
+        """What has to be as it was in the last run, for a call with these leaves; None: what is drawn may decide."""
+        if self._reached.draws:
+            return None
+        names, holders = self._reached.outside(self.model)
+        places = {(id(table), name): ValuePath(table, name) for table, name in names}
+        return Guards(leaves, [*(places | self.reads).values()], self.value_reads, holders)
 
     def watched(self, adjust: Adjustments, places: Sequence[ValuePath]) -> Watch | None:
         """What runs ask of the values in some places; None when they fail."""
@@ -226,7 +234,7 @@ class ShapeTrace:
             what = f"of {min(tag.sources)!r} " if tag.sources else ""
             raise ShardError(
                 f"apply: the forward keeps a value {what}where it is not found, and would stay this rank's part: in a "
-                "class, a ContextVar, a queue or a thread's own storage. Return it, or keep it in an attribute of a "
+                "class, a queue or a thread's own storage. Return it, or keep it in an attribute of a "
                 "module, in a list or in a dict"
             )
 

@@ -6,15 +6,17 @@ where sources of random numbers, arrays and files are. What is taken from an ite
 """
 
 import gc
+import pickle
 import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from io import IOBase
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from operator import is_, length_hint
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
@@ -45,7 +47,8 @@ CONTAINERS = (OrderedDict, dict, list, deque, set)  # read and written as such: 
 _TORCHS = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_compiled_call_impl"}  # attributes of its own
 
 Contents = dict[int, tuple[Any, Any]]  # by identity, what can be changed in place, and what it holds
-_Back = dict[int, Callable[[], Any]]  # by identity, what brings a source of numbers or items to where it was
+# By identity, a source of numbers or items, and what brings it to where it was.
+_Back = dict[int, tuple[Any, partial[Any]]]
 
 
 class ReachableState:
@@ -55,6 +58,7 @@ class ReachableState:
         self._of, self._found, self._back = (model, *roots), Contents(), _Back()
         # What the last run has put into it that outlives a forward: tensors, whole numbers, words, attributes.
         self.collected: list[Any] = []
+        self.draws = False  # whether a run has drawn random numbers that are not torch's
         modules = [unwrapped(module) for module in model.modules()]
         self._tables = {id(vars(module)) for module in modules}
         numpy: Any = sys.modules.get("numpy")
@@ -88,6 +92,7 @@ class ReachableState:
         try:
             yield
         finally:
+            self.draws |= any(starmap(_has_drawn, back.values()))
             for value, now, held in _put_back([*self._found.values(), *reached.values()], back):
                 before = set(map(id, _items(held)))
                 if id(value) in self._tables:
@@ -108,15 +113,33 @@ class ReachableState:
             _put_back(self._found.values(), self._back)
             yield
 
+    def outside(self, model: nn.Module) -> tuple[list[tuple[Any, str]], list[Any]]:
+        """What functions that a forward may call read from outside: (namespace, name) of values; cells and classes."""
+        names = dict[tuple[int, str], tuple[Any, str]]()
+        holders: dict[int, Any] = {id(cls): cls for cls in users_classes(model)}
+        for value, held in self._found.values():
+            if isinstance(value, FunctionType):
+                namespace, kinds = value.__globals__, ((x if isinstance(x, type) else type(x)) for x in held.values())
+                names |= {(id(namespace), name): (namespace, name) for name, x in held.items() if _is_value(x)}
+                holders |= {id(kind): kind for kind in kinds if not _is_foreign(kind)}
+            elif isinstance(value, CellType) and held and _is_value(held[0]):
+                holders[id(value)] = value
+        return [*names.values()], [*holders.values()]
+
 
 def _put_back(contents: Iterable[tuple[Any, Any]], back: _Back) -> list[tuple[Any, Any, Any]]:
     """Give all what it held; returns (value, what it has held until now, what it held) where that is something else."""
     changed = [(value, now, held) for value, held in contents if not alike(now := read(value), held)]
     for value, _, held in changed:
         _write(value, held)
-    for to_here in back.values():
+    for _, to_here in back.values():
         to_here()
     return changed
+
+
+def _is_value(x: Any) -> bool:
+    """Whether it is no function, class or module, nor a tensor."""
+    return not (callable(x) or isinstance(x, ModuleType | Tensor))
 
 
 def reach(values: Iterable[Any], back: _Back | None = None) -> Contents:
@@ -137,7 +160,7 @@ def _follow(
     if held is not None:
         reached[id(value)] = value, held
     if back is not None and id(value) not in back and (to_here := _way_back(value)) is not None:
-        back[id(value)] = to_here
+        back[id(value)] = value, to_here
     for item in islice(chain(_items(held), _leads_to(value)), _MOST):
         _follow(item, depth - 1, reached, ends, back)
 
@@ -173,6 +196,10 @@ def read(value: Any) -> Any:
         return (set if isinstance(value, set) else list)(iterate(value))
     if isinstance(value, CellType):
         return [value.cell_contents] if value != CellType() else []  # which is empty
+    if isinstance(value, ContextVar):
+        return [value.get(None)]
+    if isinstance(value, type):
+        return dict(vars(value))
     if isinstance(value, FunctionType):  # of what is its module's
         namespace = {} if _is_foreign(value) else value.__globals__
         return {name: namespace[name] for name in _names(value.__code__) if name in namespace}
@@ -188,6 +215,8 @@ def _write(value: Any, held: Any) -> None:
             base.__setitem__(value, key, item)
         if not isinstance(held, dict):
             (base.update if isinstance(held, set) else base.extend)(value, held)
+    elif isinstance(value, ContextVar):
+        value.set(held[0])
     elif isinstance(value, CellType):
         if held:
             value.cell_contents = held[0]
@@ -202,7 +231,7 @@ def _write(value: Any, held: Any) -> None:
             object.__setattr__(value, name, item)
 
 
-def _way_back(value: Any) -> Callable[[], Any] | None:
+def _way_back(value: Any) -> partial[Any] | None:
     """What brings a source of numbers or items to where it is now; None of what is none."""
     if isinstance(value, _NO_SOURCES):
         return None
@@ -225,6 +254,13 @@ def _way_back(value: Any) -> Callable[[], Any] | None:
         case numpy.ndarray() if value.flags.writeable and value.size <= _LARGE and not value.dtype.hasobject:
             return partial(numpy.copyto, value, value.copy())
     return None
+
+
+def _has_drawn(source: Any, to_there: partial[Any]) -> bool:
+    """Whether a source of random numbers, of Python's or NumPy's, is elsewhere by now."""
+    of_numpy = type(source).__module__.startswith("numpy.random")
+    now = _way_back(source) if of_numpy or isinstance(source, random.Random) else None
+    return now is not None and pickle.dumps(now.args) != pickle.dumps(to_there.args)
 
 
 def _require_untouched(source: Iterator[Any], left: list[Any]) -> None:

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from operator import attrgetter
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from shardfn.random import Masks, Offsets, dropout_modules, dropping, offsets_of
 from shardfn.trace import Guards, ReachableState, ShapeTrace, Structure, Watch, is_cache, is_filled, signature, snapshot
 from shardfn.transforms.forward_mode import as_now
 
+_THREADS = set[int]()  # those that are in a call
 _signature = lru_cache(maxsize=2**8)(inspect.signature)
 _SMALL = 16  # in a loop, numbers up to that may choose between ways of a forward; others are counters or sizes
 _TRIES = 2  # how many of these are asked whether they are about a call with other numbers
@@ -91,10 +93,20 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
         raise TypeError(f"apply: expected the tree that shard() makes, got {type(params).__name__}; {made}")
     note_tree(params)
     call = _Call(model, params, method or "__call__")
-    adjust = call.prepare(args, kwargs)
-    args, kwargs = wiring.cast_inputs(params.plan, (args, kwargs))
-    output = call.run(adjust, args, kwargs)
-    return wiring.cast_floats(output, params.plan.policy.output_dtype)
+    thread = get_ident()
+    if not _THREADS <= {thread} and call.grid.exchanges:
+        why = "another thread is in a call of it, and ranks would gather in different orders"
+        raise ShardError(f"apply: {why}. Make the calls in one thread, one after the other")
+    outermost = thread not in _THREADS
+    _THREADS.add(thread)
+    try:
+        adjust = call.prepare(args, kwargs)
+        args, kwargs = wiring.cast_inputs(params.plan, (args, kwargs))
+        output = call.run(adjust, args, kwargs)
+        return wiring.cast_floats(output, params.plan.policy.output_dtype)
+    finally:
+        if outermost:
+            _THREADS.discard(thread)
 
 
 class _Call:
@@ -220,7 +232,8 @@ class _Call:
         blanks = [place for places in broken for place in places if place.holds_tensors]
         same = (adjust for other, adjust in reversed(self.kept.adjustments.items()) if other[:2] == key[:2])
         adjust = self.kept.adjustments[key] = trace.adjustments(next(same, None), blanks)
-        known.insert(0, _Traced(adjust, Guards(leaves, list(trace.reads.values()), trace.value_reads), asked, sizes))
+        if (guards := trace.guards(leaves)) is not None:
+            known.insert(0, _Traced(adjust, guards, asked, sizes))
         del known[_MOST_TRACES:]
         return adjust
 

@@ -132,7 +132,7 @@ def _shelf() -> None:
     pass
 
 
-_CONTEXT: ContextVar[Any] = ContextVar("kept", default=None)
+_CONTEXT: ContextVar[Any] = ContextVar("kept")
 _THREADS, _QUEUE, _ARRAY = threading.local(), queue.SimpleQueue[Tensor](), np.empty(1, dtype=object)
 
 
@@ -144,7 +144,6 @@ def _remembered() -> list[Tensor]:
 PLACES: dict[str, Callable[[Tensor], Any]] = {
     "a class": lambda h: setattr(_Holder, "last", h),
     "a function": lambda h: vars(_shelf).update(last=h),
-    "a ContextVar": _CONTEXT.set,
     "a thread's storage": lambda h: setattr(_THREADS, "last", h),
     "a queue": _QUEUE.put,
     "an array": lambda h: _ARRAY.fill(h),
@@ -163,7 +162,11 @@ def test_a_value_that_is_kept_where_it_is_not_found(mesh: DeviceMesh, place: str
 
         def forward(self, x: Tensor, keep: bool) -> Tensor:
             h = self.up(x)
-            PLACES[place](h) if keep else self.kept.append(h)
+            if keep:
+                PLACES[place](h)
+            else:
+                self.kept.append(h)
+                _CONTEXT.set(h)
             return self.down(h.tanh())
 
     model = Keeps()
@@ -172,3 +175,4 @@ def test_a_value_that_is_kept_where_it_is_not_found(mesh: DeviceMesh, place: str
         sf.apply(model, params, X.float(), True)
     sf.apply(model, params, X.float(), False)
     assert [x.shape for x in model.kept] == [(4, 16)], "whole, in what the error names"
+    assert _CONTEXT.get().shape == (4, 16)
