@@ -114,16 +114,19 @@ class ReachableState:
             yield
 
     def outside(self, model: nn.Module) -> tuple[list[tuple[Any, str]], list[Any]]:
-        """What functions that a forward may call read from outside: (namespace, name) of values; cells and classes."""
+        """What functions that a forward may call read from outside: (namespace, name) of values; cells and classes.
+
+        Not what libraries read that are installed: nobody changes that between calls.
+        """
         names = dict[tuple[int, str], tuple[Any, str]]()
-        holders: dict[int, Any] = {id(cls): cls for cls in users_classes(model)}
+        holders: dict[int, Any] = {id(cls): cls for cls in users_classes(model) if _is_own(cls)}
         for value, held in self._found.values():
-            if isinstance(value, FunctionType):
-                namespace, kinds = value.__globals__, ((x if isinstance(x, type) else type(x)) for x in held.values())
+            if isinstance(value, FunctionType) and _is_own(value):
+                namespace, cells = value.__globals__, value.__closure__ or ()
                 names |= {(id(namespace), name): (namespace, name) for name, x in held.items() if _is_value(x)}
-                holders |= {id(kind): kind for kind in kinds if not _is_foreign(kind)}
-            elif isinstance(value, CellType) and held and _is_value(held[0]):
-                holders[id(value)] = value
+                kinds = (x if issubclass(type(x), type) else type(x) for x in held.values())
+                holders |= {id(kind): kind for kind in kinds if _is_own(kind)}
+                holders |= {id(cell): cell for cell in cells if all(map(_is_value, read(cell)))}
         return [*names.values()], [*holders.values()]
 
 
@@ -135,6 +138,14 @@ def _put_back(contents: Iterable[tuple[Any, Any]], back: _Back) -> list[tuple[An
     for _, to_here in back.values():
         to_here()
     return changed
+
+
+def _is_own(kind: Any) -> bool:
+    """Whether a class or a function is of a program of the user's."""
+    module = kind.__module__ or "builtins"
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    installed = "site-packages" in file or module.partition(".")[0] in sys.stdlib_module_names
+    return not (installed or _is_foreign(kind))
 
 
 def _is_value(x: Any) -> bool:
@@ -294,7 +305,7 @@ def alike(now: Any, held: Any) -> bool:
 
 
 def _items(held: Any) -> Any:
-    return held.values() if isinstance(held, dict) else held or ()
+    return held.values() if isinstance(held, dict | types.MappingProxyType) else held or ()
 
 
 def _leads_to(value: Any) -> tuple[Any, ...]:

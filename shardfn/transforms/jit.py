@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardfn import _torch
-from shardfn.context import RECORDING, Recording, holding
+from shardfn.context import RECORDING, Recording, holding, is_asked_for
 from shardfn.layout import Plan
 from shardfn.notation import ShardError
 from shardfn.parallel import SplitLogits
@@ -74,6 +74,9 @@ def jit(step: Callable[..., Any], *, backend: str | Callable[..., Any] = "induct
             raise ShardError("jit: a simulation has no memory that a graph could use; call the step itself")
         if _torch.in_transform():
             raise ShardError("jit: a compiled step inside a transform; transform inside of the step instead")
+        if is_asked_for():
+            why = "a compiled step has no derivative, and is in a function that is differentiated"
+            raise ShardError(f"jit: {why}. Call the step itself there, and put jit around the whole")
         arguments = _flatten((args, kwargs))
         graph = next((known for known in graphs if known.fits(arguments)), None)
         if graph is None:

@@ -2,13 +2,16 @@
 
 import math
 import queue
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -104,6 +107,86 @@ def test_attributes_that_choose_another_way(mesh: DeviceMesh) -> None:
         for _ in range(2):
             with pytest.raises(sf.ShardError):
                 sf.apply(model, params, x)
+
+
+_MIXES, _MIXING = False, {"now": False}
+_CONTEXT = ContextVar("mixes", default=False)
+
+
+class Settings:
+    mixes = False
+
+
+_SETTINGS = Settings()
+
+
+def _told_by_a_cell() -> tuple[Callable[[], bool], Callable[[bool], None]]:
+    mixes = False
+
+    def told() -> bool:
+        return mixes
+
+    def tell(value: bool) -> None:
+        nonlocal mixes
+        mixes = value
+
+    return told, tell
+
+
+_TOLD, _TELL = _told_by_a_cell()
+
+
+def _set(name: str, value: Any) -> Callable[[], Any]:
+    return lambda: globals().update({name: value})
+
+
+OUTSIDE: dict[str, tuple[Callable[[Any], bool], Callable[[], Any]]] = {
+    "a global": (lambda m: _MIXES, _set("_MIXES", True)),
+    "a global dict": (lambda m: _MIXING["now"], lambda: _MIXING.update(now=True)),
+    "a ContextVar": (lambda m: _CONTEXT.get(), lambda: _CONTEXT.set(True)),
+    "a class": (lambda m: Settings.mixes, lambda: setattr(Settings, "mixes", True)),
+    "an instance's class": (lambda m: _SETTINGS.mixes, lambda: setattr(Settings, "mixes", True)),
+    "a cell": (lambda m: _TOLD(), lambda: _TELL(True)),
+}
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+@pytest.mark.parametrize("where", OUTSIDE)
+def test_what_functions_read_from_outside(mesh: DeviceMesh, where: str) -> None:
+    asks, change = OUTSIDE[where]
+    Settings.mixes = False
+    _TELL(False)
+    model, own = (of(lambda m, h: mixed(h) if asks(m) else h) for _ in range(2))
+    params, x = sf.shard(model, mesh, RULES), inputs()
+    for _ in range(2):
+        assert_parity({"y": sf.apply(model, params, x)}, {"y": own(x).detach()})
+    change()
+    for _ in range(2):
+        with pytest.raises(sf.ShardError, match="part by part"):
+            sf.apply(model, params, x)
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+@pytest.mark.parametrize("kind", ["random", "numpy"])
+def test_what_is_drawn_decides_in_each_call(mesh: DeviceMesh, kind: str) -> None:
+    draw: Callable[[], float] = random.random if kind == "random" else np.random.rand
+    model, own = (
+        of(lambda m, h: (h + 1) if draw() < 0.5 else h.tanh() if draw() < 0.5 else mixed(h)) for _ in range(2)
+    )
+    params, x, refused = sf.shard(model, mesh, RULES), inputs(), 0
+    for seed in range(8):
+        random.seed(seed)
+        np.random.seed(seed)
+        wanted = own(x).detach()
+        drawn = draw()
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            assert_close(sf.apply(model, params, x).detach(), wanted)
+            assert draw() == drawn, "as often as in one process"
+        except sf.ShardError:
+            refused += 1
+    assert 0 < refused < 8
 
 
 class Slotted:
