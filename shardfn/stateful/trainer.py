@@ -141,7 +141,7 @@ class Trainer(nn.Module):
     @property
     def params(self) -> Params:
         """The parameters as a tree, for every function of shardfn; the leaves are the `nn.Parameter`s themselves."""
-        return self._held.params(self.module)
+        return self._held.params()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`apply(module, params, ...)`; in `summon_full_params` the module's own, with the whole parameters there.
@@ -152,7 +152,7 @@ class Trainer(nn.Module):
         if self._differentiates:
             why = "Trainer.step: loss_fn called the trainer, whose parameters are not those that are differentiated"
             raise ShardError(f"{why}. Use the ones it is given: sf.apply(trainer.module, params, ...)")
-        params = None if self._is_whole else self._held.params(self.module, holds_back=lambda unit: not self._syncs)
+        params = None if self._is_whole else self._held.params(holds_back=lambda unit: not self._syncs)
         return self._held.run(self.module, params, kwargs.pop("method", None) or "__call__", args, kwargs)
 
     def step(self, *batch: Any) -> dict[str, Any]:
