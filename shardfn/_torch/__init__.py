@@ -21,7 +21,7 @@ from shardfn._torch.groups import COMPILES_EXCHANGES, HashStore, all_gather_sing
 from shardfn._torch.groups import default_store, exchanging, gathering, group_named, group_of, is_of_peers
 from shardfn._torch.groups import reduce_scatter_single, scattering_sum, summing, waited
 from shardfn._torch.memory import address_of, base_of, chunk_cat, copy_each, foreach, fused, holds_data, set_storage
-from shardfn._torch.memory import storage_key, storage_number, storage_uses, tensor_over, wraps
+from shardfn._torch.memory import storage_key, storage_uses, tensor_over, wraps
 from shardfn._torch.modules import Compiler, IncompatibleKeys, attributes_read, buffers_of, call_uncompiled
 from shardfn._torch.modules import call_wrapped, children_of, compiler_of, compiler_of_wrapped, convolves_plainly
 from shardfn._torch.modules import forward_hooks, function_of_custom, has_forward_hooks, init_of, left_by_dynamo
