@@ -6,7 +6,7 @@ It adds no numerics: `step` is `value_and_grad`, `clip` and the optimizer's `ste
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -209,9 +209,7 @@ class Trainer(nn.Module):
         All ranks have to call it.
         """
         loss_fn = self._require("loss_fn", self.loss_fn)
-        with ExitStack() as modes:
-            for module in (self, *self.module.modules()):
-                modes.callback(setattr, module, "training", module.training)
+        with having(self, *self.module.modules(), training=False):
             self.eval()
             params = self.params
             self._held.lend(params)
@@ -277,17 +275,15 @@ class Trainer(nn.Module):
         self._held.copy_in(state["params"])
         for name, buffer in self.module.named_buffers():
             buffer.copy_(state["buffers"][name])
-        self.optimizer_state, self.ema, self.steps = state.get("optimizer"), state.get("ema"), state["steps"]
+        self.optimizer_state, self.ema, self.steps = state["optimizer"], state["ema"], state["steps"]
         return path
 
     def _with_scaler(self, others: dict[str, Any]) -> dict[str, Any]:
         return others if self.scaler is None else {"scaler": self.scaler} | others
 
     def _state(self) -> dict[str, Any]:
-        state = {"params": self.params, "buffers": dict(self.module.named_buffers()), "steps": self.steps}
-        if self.optimizer is not None:
-            state["optimizer"] = self.optimizer_state
-        return state if self.ema is None else state | {"ema": self.ema}
+        buffers, optimizer = dict(self.module.named_buffers()), self.optimizer_state
+        return {"params": self.params, "buffers": buffers, "optimizer": optimizer, "ema": self.ema, "steps": self.steps}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's state dict: `DTensor` shards and buffers under the model's names, in the model's shapes."""
