@@ -100,12 +100,11 @@ def _in_both(function: Callable[..., Any]) -> Any:
     return method
 
 
-_SAME_NAMES = "add sub mul mod floordiv truediv pow neg eq ne lt le gt ge"
+_SAME_NAMES = "add sub mul mod floordiv truediv pow neg eq ne lt le gt ge and_ or_"
 _ON_NUMBERS = {name: getattr(operator, name) for name in _SAME_NAMES.split()}
 _ON_NUMBERS |= {"int_floordiv": operator.floordiv, "int_truediv": operator.truediv, "float_truediv": operator.truediv}
 _ON_NUMBERS |= {"pow_by_natural": operator.pow, "float_pow": operator.pow, "sym_min": min, "sym_max": max, "abs": abs}
-_ON_NUMBERS |= {"and_": lambda a, b: a and b, "or_": lambda a, b: a or b, "sym_not": operator.not_}
-_ON_NUMBERS |= {"sym_and": lambda a, b: a and b, "sym_or": lambda a, b: a or b, "sym_float": float}
+_ON_NUMBERS |= {"sym_and": operator.and_, "sym_or": operator.or_, "sym_not": operator.not_, "sym_float": float}
 _ON_NUMBERS |= {"sym_sqrt": math.sqrt, "is_integer": lambda a: float(a).is_integer()}
 for _name, _function in _ON_NUMBERS.items():
     setattr(Node, _name, _in_both(_function))
