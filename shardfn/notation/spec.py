@@ -359,8 +359,7 @@ class Sizes:
         """Infer names one unknown at a time until nothing changes; the problems that remain, as (tensor, message)."""
         problems: list[tuple[str, str]] = []
         todo = sorted(self._equations, key=lambda equation: len(equation.dim.factors))
-        while todo:
-            left = [equation for equation in todo if not self._settle(equation, problems)]
+        while left := [equation for equation in todo if not self._settle(equation, problems)]:
             if len(left) == len(todo):
                 return problems + [equation.problem(self._cannot_infer(equation)) for equation in left]
             todo = left
