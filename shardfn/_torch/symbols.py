@@ -77,13 +77,9 @@ _ANSWERS: dict[str, Callable[[Node], Any]] = {
 }
 
 
-def _answers(answer: Callable[[Node], Any]) -> Any:
-    return lambda node, *_: answer(node)
-
-
 for _names, _answer in _ANSWERS.items():
     for _name in _names.split():
-        setattr(Node, _name, _answers(_answer))
+        setattr(Node, _name, lambda node, *_, answer=_answer: answer(node))
 
 
 def _of(number: Any, side: str) -> Any:
@@ -112,9 +108,6 @@ for _name, _function in _ON_NUMBERS.items():
 
 # Of a tensor subclass: functions of torch take it as they take others.
 plainly: Any = torch._C._disabled_torch_function_impl
-
-
-symbol: Callable[[Node], Any] = torch.SymInt  # an integer of which an operator sees the node
 
 
 def wrapper(cls: Any, sizes: Sequence[Any], strides: Sequence[Any], like: Tensor) -> Any:
