@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -208,8 +208,7 @@ _STREAM: ContextVar[Stream | None] = ContextVar("stream", default=None)
 stream: Callable[[], Stream | None] = _STREAM.get  # that of the innermost `dropout_seed`
 
 
-@dataclass(frozen=True)
-class _Lane:
+class _Lane(NamedTuple):
     """Which one this is of what a vmap maps over: all ranks' members or samples, or a rank's part of the batch."""
 
     index: Word
@@ -352,8 +351,7 @@ class Masks:
             why = "it is open around a step that sf.jit records, which would have the same masks at every call"
             raise ShardError(f"dropout_seed: {why}; open it inside of the step, with a seed that is a tensor")
         self._stream, self.over = stream, False
-        batch_lane = _Lane(batch_index, batch_count, False)
-        order = [*(x for x in lanes if not x.of_part), batch_lane, *(x for x in lanes if x.of_part)]
+        order = sorted((*lanes, _Lane(batch_index, batch_count, False)), key=lambda x: x.of_part)
         self._values: list[Word] = [*stream.seed, *(x.index for x in order)]
         self._counts = [x.count for x in order]
         self._seen: dict[tuple[str, int], int] = {}
