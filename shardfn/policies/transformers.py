@@ -272,7 +272,6 @@ class _RulesReader:
         """A weight that is no linear's, such as those of experts: [experts, out, in]."""
         param = self.model.get_parameter(name)
         dims = ["_"] * param.dim()
-        whole = list(range(param.dim()))
         owner, _, last = name.rpartition(".")
         if style:
             at = param.dim() - 2 if style in _COLUMNS and param.dim() > 1 else param.dim() - 1
@@ -280,28 +279,25 @@ class _RulesReader:
             halves = all(getattr(self.modules[owner], name, False) is True for name in ("has_gate", "is_concatenated"))
             packed = style.startswith("packed") or (last == "gate_up_proj" and halves)
             dims[at] = f"(2 _{self.tp})" if packed else f"_{self.tp}"
-            whole.remove(at)
         expert_axis = self.experts.get(name)
         if expert_axis is not None:
-            if 0 not in whole:
+            if dims[0] != "_":
                 self.problems.append(f"{name!r}: style {style!r} splits it by number, as '{expert_axis}' does")
                 return
-            whole.remove(0)
             dims[0] = experts = f"{self._named('experts', param.shape[0])}@{expert_axis}"
             if getattr(self.modules[owner], "num_experts", None) == param.shape[0]:
                 self._put("local_sizes", owner, {"num_experts": experts})
+        whole = [at for at, dim in enumerate(dims) if dim == "_"]
         if whole and self.data:
-            dims[max(whole)] = "".join(["_", *(f"@{axis}" for axis in self.data if axis != expert_axis)])
+            dims[whole[-1]] = "".join(["_", *(f"@{axis}" for axis in self.data if axis != expert_axis)])
         self._put("rules", name, " ".join(dims))
 
     def _find_experts(self, plan: Mapping[str, str], axis: str) -> None:
         """Note what a plan splits over an axis by number of expert."""
         for name, style in self._expanded(plan):
-            if style not in _BY_NUMBER:
-                continue
-            if name in self.modules:
+            if style in _BY_NUMBER and name in self.modules:
                 self.made["compute"][starred(name)] = Experts(axis)
-            else:
+            elif style in _BY_NUMBER:
                 self.experts[name] = axis
 
     def _vocab(self, module: Any) -> str:
@@ -399,8 +395,7 @@ class _RulesReader:
             with suppress(AttributeError, NotImplementedError):
                 table = getattr(self.model, get)()
             path = next((name for name, module in self.modules.items() if module is table), None)
-            weight = getattr(table, "weight", None)
-            if path is not None and isinstance(table, nn.Embedding | nn.Linear) and isinstance(weight, Tensor):
+            if path is not None and isinstance(table, nn.Embedding | nn.Linear):
                 self.made["rules"][f"{path}.weight"] = f"{self._vocab(table)} _{self.fsdp}"
                 if gathers:
                     self.made["acts"][path] = "... _"
