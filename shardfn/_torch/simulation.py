@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._C._functorch as functorch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTens
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardfn._torch.transforms import values_of
+from shardfn._torch.transforms import innermost_value
 
 # Zeros without memory, which forward mode makes, crash an operation that a dispatch mode hands on (torch 2.13).
 AS_TENSORS: dict[Any, Any] = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
@@ -142,8 +141,8 @@ def on_each_rank(fn: Callable[[int, list[Any]], Sequence[Tensor]], values: Seque
 
 def of_each_rank(x: Tensor) -> Tensor:
     """A tensor from outside of the simulation as one of all ranks, differentiable."""
-    value = x if not functorch.is_functorch_wrapped_tensor(x) else values_of(x)[0]
-    return x if isinstance(value, LocalTensor) or x.is_meta else torch.where(torch.ones((), dtype=torch.bool), x, x)
+    is_of_all = isinstance(innermost_value(x), LocalTensor)
+    return x if is_of_all or x.is_meta else torch.where(torch.ones((), dtype=torch.bool), x, x)
 
 
 def part_of_rank(x: Any, rank: int) -> Any:

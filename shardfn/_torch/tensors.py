@@ -23,13 +23,13 @@ def dtensor_spec(mesh: DeviceMesh, placed: Sequence[Placement], size: Sequence[i
     return DTensorSpec(mesh, tuple(placed), tensor_meta=TensorMeta(torch.Size(size), strides, dtype))
 
 
-def wrap_local(local: Tensor, spec: DTensorSpec, requires_grad: bool = False, kind: type[DTensor] = DTensor) -> DTensor:
+def wrap_local(local: Tensor, spec: DTensorSpec, kind: type[DTensor] = DTensor) -> DTensor:
     """A DTensor, or one of the class `kind`, around this rank's part; no copy, no communication, outside autograd."""
     meta = spec.tensor_meta
     assert meta is not None
     if local.dtype != meta.dtype:
         spec = dtensor_spec(spec.mesh, spec.placements, meta.shape, local.dtype)
-    return DTensor.__new__(kind, local, spec, requires_grad=requires_grad)  # its __init__ does nothing, in 1.3 us
+    return DTensor.__new__(kind, local, spec, requires_grad=False)  # its __init__ does nothing, in 1.3 us
 
 
 def unwrap_local(tensor: Tensor) -> Tensor:
