@@ -108,10 +108,11 @@ def simulated_ranks(count: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     c10d = dist.distributed_c10d
-    outer, hook, group_count = c10d._world.default_pg, sys.excepthook, c10d._world.group_count
+    outer, hook = c10d._world.default_pg, sys.excepthook
     tables = {name: getattr(c10d, name) for name in _GROUP_TABLES}
     copies: Any = {name: {k: v[:] if isinstance(v, list) else v for k, v in tables[name].items()} for name in tables}
-    with patch.multiple(c10d, **copies):  # names of groups stay unique
+    # Names of groups stay unique; the next group has the same name on ranks that have not simulated.
+    with patch.multiple(c10d, _group_count=c10d._world.group_count, **copies):
         c10d._update_default_pg(None)
         try:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
@@ -123,7 +124,6 @@ def simulated_ranks(count: int) -> Iterator[None]:
                 if group not in tables["_pg_names"]:
                     c10d.__dict__["_unregister_process_group"](name)
             c10d._update_default_pg(outer)
-            c10d._world.group_count = group_count  # the next group has the same name on ranks that have not simulated
             sys.excepthook = hook
 
 
