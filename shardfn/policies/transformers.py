@@ -32,9 +32,7 @@ _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _COLUMNS = {"colwise", "packed_colwise"} | _GATHERED
 _ROWS = {"rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep"}
 _TABLES = {"embedding_rowwise", "embedding_colwise"}
-_EXPERTS = "moe_tp_experts"
 _BY_NUMBER = {"grouped_gemm", "ep_dispatch_experts"}  # weights of experts, and their module
-_IDENTITY = "moe_identity_expert"
 # Whole weights, and gradients or outputs that are sums over ranks: that follows from the values themselves here.
 _PLAIN = set("replicated_with_grad_allreduce sequence_parallel local_params all_reduce mla_kv_a_proj replicate".split())
 
@@ -219,7 +217,8 @@ class _RulesReader:
         module = self.modules.get(path)
         if self._within_whole(path):
             style = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}.get(style, style)
-        forwards = {_EXPERTS: tensor_parallel_experts, _IDENTITY: partial(identity_expert, axis=str(self.axis))}
+        identity = partial(identity_expert, axis=str(self.axis))
+        forwards = {"moe_tp_experts": tensor_parallel_experts, "moe_identity_expert": identity}
         if style in forwards:
             self.made["compute"].setdefault(starred(path), forwards[style])
         elif style in _COLUMNS | _ROWS:
