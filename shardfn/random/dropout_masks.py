@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -208,7 +208,8 @@ _STREAM: ContextVar[Stream | None] = ContextVar("stream", default=None)
 stream: Callable[[], Stream | None] = _STREAM.get  # that of the innermost `dropout_seed`
 
 
-class _Lane(NamedTuple):
+@dataclass(frozen=True)
+class _Lane:
     """Which one this is of what a vmap maps over: all ranks' members or samples, or a rank's part of the batch."""
 
     index: Word
