@@ -29,7 +29,6 @@ from shardfn.stateful.torch_optimizers import REPLACED, SHARD, SUCCESSOR, watch_
 from shardfn.transforms import apply
 
 STANDS_FOR = f"{OWN}stands_for"  # on a whole parameter: the leaf that it stands for
-Slot = tuple[dict[str, Any], str]  # a table of a module, and the key in it
 
 
 class ModuleShards:
@@ -41,12 +40,13 @@ class ModuleShards:
         self._tables = [with_tables(module) for module in model.modules()]
         self._counts = list(map(len, self._tables))
         slots = [(leaf, (parameters_of(x), key)) for x, _, _, keys in _owned(model, plan) for leaf, key in keys.items()]
-        first: dict[str, Slot] = dict(reversed(slots))  # a tied one has several
+        # The table of a module, and the key in it; a tied one has several.
+        first: dict[str, tuple[dict[str, Any], str]] = dict(reversed(slots))
         self._slots = {name: first[name] for name in plan.leaves}
         self._of_modules: Mapping[str, Tensor] | None = None  # the buffers of a tree that are those of the modules
         self._children = [children_of(module) for module in model.modules()]
         self._structure = self._structure_now()
-        self._dtypes = self._dtypes_now()
+        self._dtypes = dtypes_of(self.leaves().values())
         named = model.named_modules(remove_duplicate=False)
         # The names of a module in a tree begin with its path, "block.".
         self._buffers = [(f"{path}." if path else "", buffers_of(module)) for path, module in named]
@@ -138,15 +138,12 @@ class ModuleShards:
     @property
     def fits(self) -> bool:
         """Whether the module has the structure that the plan was made for."""
-        return self._has_structure and self._dtypes == self._dtypes_now()
+        return self._has_structure and self._dtypes == dtypes_of(self.leaves().values())
 
     @property
     def _has_structure(self) -> bool:
         now = self._structure_now()
         return len(now) == len(self._structure) and all(map(is_, now, self._structure))
-
-    def _dtypes_now(self) -> list[torch.dtype]:
-        return dtypes_of(self.leaves().values())
 
     def _structure_now(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._children)))
