@@ -21,14 +21,14 @@ from shardfn._torch.groups import COMPILES_EXCHANGES, HashStore, all_gather_sing
 from shardfn._torch.groups import default_store, exchanging, gathering, group_named, group_of, is_of_peers
 from shardfn._torch.groups import reduce_scatter_single, scattering_sum, summing, waited
 from shardfn._torch.memory import address_of, base_of, chunk_cat, copy_each, foreach, fused, holds_data, set_storage
-from shardfn._torch.memory import storage_key, storage_number, storage_uses, tensor_over, wraps
+from shardfn._torch.memory import storage_key, storage_uses, tensor_over, wraps
 from shardfn._torch.modules import Compiler, IncompatibleKeys, attributes_read, buffers_of, call_uncompiled
 from shardfn._torch.modules import call_wrapped, children_of, compiler_of, compiler_of_wrapped, convolves_plainly
 from shardfn._torch.modules import forward_hooks, function_of_custom, has_forward_hooks, init_of, left_by_dynamo
 from shardfn._torch.modules import names_left_out, padding_widths, parameters_of, refresh_flat_weights, set_tables
 from shardfn._torch.modules import unsplit_classes, wrapped_by
 from shardfn._torch.simulation import AS_TENSORS, of_each_rank, on_each_rank, part_of_rank, simulated_ranks
-from shardfn._torch.symbols import OF_MEMORY, PLAIN, Node, plainly, symbol, wrapper
+from shardfn._torch.symbols import OF_MEMORY, PLAIN, Node, plainly, wrapper
 from shardfn._torch.tensors import call_parameters, differentiates_from_local, dtensor_spec, dtypes_of, fresh_leaves
 from shardfn._torch.tensors import move_to_mesh, same_layouts, spec_of, unwrap_local, unwrap_locals, version_of
 from shardfn._torch.tensors import version_of_saved, versions_of, with_local, with_locals, wrap_local

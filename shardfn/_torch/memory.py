@@ -23,11 +23,6 @@ def storage_key(x: Tensor) -> int:
     return storage._cdata if isinstance(x, fake_tensor.FakeTensor) else storage.data_ptr()
 
 
-def storage_number(x: Tensor) -> int:
-    """The number of a storage, with or without memory; another one may have it when this one is gone."""
-    return x.untyped_storage()._cdata
-
-
 # Whether a tensor is one around others, without memory of its own: a DTensor, or what a collective is to fill.
 wraps: Callable[[Tensor], bool] = _python_dispatch.is_traceable_wrapper_subclass
 
@@ -45,8 +40,9 @@ chunk_cat: Callable[..., Any] = torch.__dict__["_chunk_cat"]
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # the tensor that a view belongs to
 
 
-# How many tensors and handles refer to the storage with an address, see `address_of`.
+# How many tensors and handles refer to the storage with an address.
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+# Where a storage itself is, with or without memory; another one may be there when this one is gone.
 address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 

@@ -127,8 +127,7 @@ def left_by_dynamo(function: Any) -> Any:
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether hooks run around the forward of a module or in its backward."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(map(bool, hooks))
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def forward_hooks(model: nn.Module) -> list[dict[int, Any]]:

@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._C._functorch as functorch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTens
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardfn._torch.transforms import values_of
+from shardfn._torch.transforms import innermost_value
 
 # Zeros without memory, which forward mode makes, crash an operation that a dispatch mode hands on (torch 2.13).
 AS_TENSORS: dict[Any, Any] = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
@@ -109,10 +108,11 @@ def simulated_ranks(count: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     c10d = dist.distributed_c10d
-    outer, hook, group_count = c10d._world.default_pg, sys.excepthook, c10d._world.group_count
+    outer, hook = c10d._world.default_pg, sys.excepthook
     tables = {name: getattr(c10d, name) for name in _GROUP_TABLES}
     copies: Any = {name: {k: v[:] if isinstance(v, list) else v for k, v in tables[name].items()} for name in tables}
-    with patch.multiple(c10d, **copies):  # names of groups stay unique
+    # Names of groups stay unique; the next group has the same name on ranks that have not simulated.
+    with patch.multiple(c10d, _group_count=c10d._world.group_count, **copies):
         c10d._update_default_pg(None)
         try:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
@@ -124,7 +124,6 @@ def simulated_ranks(count: int) -> Iterator[None]:
                 if group not in tables["_pg_names"]:
                     c10d.__dict__["_unregister_process_group"](name)
             c10d._update_default_pg(outer)
-            c10d._world.group_count = group_count  # the next group has the same name on ranks that have not simulated
             sys.excepthook = hook
 
 
@@ -142,8 +141,8 @@ def on_each_rank(fn: Callable[[int, list[Any]], Sequence[Tensor]], values: Seque
 
 def of_each_rank(x: Tensor) -> Tensor:
     """A tensor from outside of the simulation as one of all ranks, differentiable."""
-    value = x if not functorch.is_functorch_wrapped_tensor(x) else values_of(x)[0]
-    return x if isinstance(value, LocalTensor) or x.is_meta else torch.where(torch.ones((), dtype=torch.bool), x, x)
+    is_of_all = isinstance(innermost_value(x), LocalTensor)
+    return x if is_of_all or x.is_meta else torch.where(torch.ones((), dtype=torch.bool), x, x)
 
 
 def part_of_rank(x: Any, rank: int) -> Any:

@@ -77,13 +77,9 @@ _ANSWERS: dict[str, Callable[[Node], Any]] = {
 }
 
 
-def _answers(answer: Callable[[Node], Any]) -> Any:
-    return lambda node, *_: answer(node)
-
-
 for _names, _answer in _ANSWERS.items():
     for _name in _names.split():
-        setattr(Node, _name, _answers(_answer))
+        setattr(Node, _name, lambda node, *_, answer=_answer: answer(node))
 
 
 def _of(number: Any, side: str) -> Any:
@@ -103,12 +99,11 @@ def _in_both(function: Callable[..., Any]) -> Any:
     return method
 
 
-_SAME_NAMES = "add sub mul mod floordiv truediv pow neg eq ne lt le gt ge"
+_SAME_NAMES = "add sub mul mod floordiv truediv pow neg eq ne lt le gt ge and_ or_"
 _ON_NUMBERS = {name: getattr(operator, name) for name in _SAME_NAMES.split()}
 _ON_NUMBERS |= {"int_floordiv": operator.floordiv, "int_truediv": operator.truediv, "float_truediv": operator.truediv}
 _ON_NUMBERS |= {"pow_by_natural": operator.pow, "float_pow": operator.pow, "sym_min": min, "sym_max": max, "abs": abs}
-_ON_NUMBERS |= {"and_": lambda a, b: a and b, "or_": lambda a, b: a or b, "sym_not": operator.not_}
-_ON_NUMBERS |= {"sym_and": lambda a, b: a and b, "sym_or": lambda a, b: a or b, "sym_float": float}
+_ON_NUMBERS |= {"sym_and": operator.and_, "sym_or": operator.or_, "sym_not": operator.not_, "sym_float": float}
 _ON_NUMBERS |= {"sym_sqrt": math.sqrt, "is_integer": lambda a: float(a).is_integer()}
 for _name, _function in _ON_NUMBERS.items():
     setattr(Node, _name, _in_both(_function))
@@ -116,9 +111,6 @@ for _name, _function in _ON_NUMBERS.items():
 
 # Of a tensor subclass: functions of torch take it as they take others.
 plainly: Any = torch._C._disabled_torch_function_impl
-
-
-symbol: Callable[[Node], Any] = torch.SymInt  # an integer of which an operator sees the node
 
 
 def wrapper(cls: Any, sizes: Sequence[Any], strides: Sequence[Any], like: Tensor) -> Any:

@@ -1,8 +1,7 @@
 """Tensors: their versions; DTensors around local tensors and back, many at a time, without torch's checks of each."""
 
-import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import accumulate
+from math import prod
 from operator import attrgetter, eq, is_
 from typing import Any
 
@@ -20,18 +19,17 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 def dtensor_spec(mesh: DeviceMesh, placed: Sequence[Placement], size: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
     """The metadata of a contiguous DTensor of a global size."""
-    steps = list(accumulate([max(length, 1) for length in size[:0:-1]], operator.mul, initial=1))
-    strides = tuple(reversed(steps[: len(size)]))
+    strides = tuple(prod(max(length, 1) for length in size[at + 1 :]) for at in range(len(size)))
     return DTensorSpec(mesh, tuple(placed), tensor_meta=TensorMeta(torch.Size(size), strides, dtype))
 
 
-def wrap_local(local: Tensor, spec: DTensorSpec, requires_grad: bool = False, kind: type[DTensor] = DTensor) -> DTensor:
+def wrap_local(local: Tensor, spec: DTensorSpec, kind: type[DTensor] = DTensor) -> DTensor:
     """A DTensor, or one of the class `kind`, around this rank's part; no copy, no communication, outside autograd."""
     meta = spec.tensor_meta
     assert meta is not None
     if local.dtype != meta.dtype:
         spec = dtensor_spec(spec.mesh, spec.placements, meta.shape, local.dtype)
-    return DTensor.__new__(kind, local, spec, requires_grad=requires_grad)  # its __init__ does nothing, in 1.3 us
+    return DTensor.__new__(kind, local, spec, requires_grad=False)  # its __init__ does nothing, in 1.3 us
 
 
 def unwrap_local(tensor: Tensor) -> Tensor:

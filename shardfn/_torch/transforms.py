@@ -133,8 +133,7 @@ class Level:
 
     def __init__(self, interpreter: Any) -> None:
         self._interpreter, self._number = interpreter, interpreter.level()
-        self.forward_mode = interpreter.key() == functorch.TransformType.Jvp
-        self.reverse_mode = interpreter.key() == functorch.TransformType.Grad
+        self.kind: str = interpreter.key().name  # "Grad", "Jvp", "Vmap"
 
     def below(self) -> AbstractContextManager[Any]:
         """Within it, the transform around this one is the innermost."""

@@ -138,9 +138,9 @@ def remat(fn: Callable[..., Outputs], *inputs: Tensor) -> Outputs:
     first, and then for tangents, for which it would have to compute the values again.
     """
     level = innermost()
-    if level is not None and level.reverse_mode:
+    if level is not None and level.kind == "Grad":
         return level.tracked(Remat, remat, fn, inputs)
-    return _with_tangents(level, fn, inputs) if level is not None and level.forward_mode else Remat.apply(fn, *inputs)
+    return _with_tangents(level, fn, inputs) if level is not None and level.kind == "Jvp" else Remat.apply(fn, *inputs)
 
 
 def _with_tangents(level: Level, fn: Callable[..., Outputs], inputs: Sequence[Tensor]) -> Outputs:

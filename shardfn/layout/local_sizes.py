@@ -55,7 +55,8 @@ def _paired(terms: Sequence[Spec]) -> tuple[Factor, Factor] | None:
     if [len(spec.factors) for spec in terms] != [1, 1]:
         return None
     (over,), (under,) = (spec.factors for spec in terms)
-    return (over, under) if under.literal is None or under.axes else None  # a number divides every rank's size alike
+    # A number divides every rank's size alike.
+    return None if under.name.isdecimal() and not under.axes else (over, under)
 
 
 def _check_pair(draft: Draft, over: Factor, under: Factor) -> None:

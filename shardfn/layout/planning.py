@@ -317,7 +317,7 @@ def _require_divisible(draft: Draft, param: ParamInfo, spec: Spec, factor: Facto
         return replace(factor, axes=(), optional=False)
     over = " x ".join(f"{axis}={draft.axes[axis]}" for axis in compute)
     remedies = [] if _counted(factor, draft.policy) else [f"'{factor}?' to replicate it when it does not divide"]
-    if factor.literal is None and factor.name != "_":
+    if factor.name != "_" and not factor.name.isdecimal():
         remedies.append(f"Policy(pad={padding_for(draft, factor, ways)})")
     cure = f"Write {', or '.join(remedies)}" if remedies else "Use a mesh whose axes divide it"
     at = next(at for at, dim in enumerate(spec.dims) if any(each is factor for each in dim.factors))

@@ -37,11 +37,6 @@ class Factor:
     optional: bool = False
     span: Span = field(default=(0, 0), compare=False, repr=False)
 
-    @property
-    def literal(self) -> int | None:
-        """The size when it is written as a number."""
-        return int(self.name) if self.name.isdecimal() else None
-
     def __str__(self) -> str:
         return self.name + "".join(f"@{axis}" for axis in self.axes) + ("?" if self.optional else "")
 
@@ -162,25 +157,22 @@ class _Parser:
     """Recursive descent over the tokens of one rule; every error shows the rule with a caret."""
 
     def __init__(self, source: str, span: Span | None = None) -> None:
-        self.source, self.part = source, span or (0, len(source))
-        self.tokens = list(self._tokens())
-        self.at = 0
+        self.source, self.at = source, 0
+        self.tokens = list(self._tokens(*(span or (0, len(source)))))
 
-    def _tokens(self) -> Iterator[tuple[str, str, Span]]:
-        for match in _TOKEN.finditer(self.source, *self.part):
+    def _tokens(self, start: int, end: int) -> Iterator[tuple[str, str, Span]]:
+        for match in _TOKEN.finditer(self.source, start, end):
             kind = match.lastgroup or ""
             if kind == "odd":
                 self.fail(f"unexpected character {match[0]!r}", match.span())
             yield (match[0] if kind == "mark" else kind), match[0], match.span()
+        yield "end", "", (end, end + 1)
 
     def fail(self, why: str, span: Span | None = None) -> NoReturn:
-        if span is None:
-            end = self.part[1]
-            span = self.tokens[self.at][2] if self.at < len(self.tokens) else (end, end + 1)
-        raise ShardError(f"bad rule: {why}\n{caret(self.source, span)}")
+        raise ShardError(f"bad rule: {why}\n{caret(self.source, span or self.tokens[self.at][2])}")
 
     def peek(self, *kinds: str) -> bool:
-        return self.at < len(self.tokens) and self.tokens[self.at][0] in kinds
+        return self.tokens[self.at][0] in kinds
 
     def take(self, what: str, *kinds: str) -> str:
         if not self.peek(*kinds):
@@ -199,12 +191,12 @@ class _Parser:
 
     def spec(self) -> Spec:
         dims: list[Dim] = []
-        while self.at < len(self.tokens) and not self.peek("+"):
+        while not self.peek("+", "end"):
             dims.append(self.dim())
         plus = self.at
         partial = self.axes("+", ",")
         sums = self.since(plus) if partial else (0, 0)
-        if self.at < len(self.tokens):
+        if not self.peek("end"):
             self.fail("nothing may follow the pending sum")
         if sum(dim.ellipsis for dim in dims) > 1:
             self.fail("'...' may stand only once", [dim.span for dim in dims if dim.ellipsis][1])
@@ -230,7 +222,7 @@ class _Parser:
 
     def block(self) -> Block:
         label = None
-        if self.peek("name") and self.at + 1 < len(self.tokens) and self.tokens[self.at + 1][0] == ":":
+        if self.peek("name") and self.tokens[self.at + 1][0] == ":":
             label = self.take("a label", "name")
             self.at += 1
         factors = []
@@ -359,8 +351,7 @@ class Sizes:
         """Infer names one unknown at a time until nothing changes; the problems that remain, as (tensor, message)."""
         problems: list[tuple[str, str]] = []
         todo = sorted(self._equations, key=lambda equation: len(equation.dim.factors))
-        while todo:
-            left = [equation for equation in todo if not self._settle(equation, problems)]
+        while left := [equation for equation in todo if not self._settle(equation, problems)]:
             if len(left) == len(todo):
                 return problems + [equation.problem(self._cannot_infer(equation)) for equation in left]
             todo = left

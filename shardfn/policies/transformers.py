@@ -32,9 +32,7 @@ _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _COLUMNS = {"colwise", "packed_colwise"} | _GATHERED
 _ROWS = {"rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep"}
 _TABLES = {"embedding_rowwise", "embedding_colwise"}
-_EXPERTS = "moe_tp_experts"
 _BY_NUMBER = {"grouped_gemm", "ep_dispatch_experts"}  # weights of experts, and their module
-_IDENTITY = "moe_identity_expert"
 # Whole weights, and gradients or outputs that are sums over ranks: that follows from the values themselves here.
 _PLAIN = set("replicated_with_grad_allreduce sequence_parallel local_params all_reduce mla_kv_a_proj replicate".split())
 
@@ -220,7 +218,8 @@ class _RulesReader:
         around = (self.modules[above] for above in modules_above([path]) if above in self.modules)
         if any(_WHOLE.get(class_of(outer).__name__, lambda _: False)(outer) for outer in around):
             style = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}.get(style, style)
-        forwards = {_EXPERTS: tensor_parallel_experts, _IDENTITY: partial(identity_expert, axis=str(self.axis))}
+        identity = partial(identity_expert, axis=str(self.axis))
+        forwards = {"moe_tp_experts": tensor_parallel_experts, "moe_identity_expert": identity}
         if style in forwards:
             self.made["compute"].setdefault(starred(path), forwards[style])
         elif style in _COLUMNS | _ROWS:
@@ -268,7 +267,6 @@ class _RulesReader:
         """A weight that is no linear's, such as those of experts: [experts, out, in]."""
         param = self.model.get_parameter(name)
         dims = ["_"] * param.dim()
-        whole = list(range(param.dim()))
         owner, _, last = name.rpartition(".")
         if style:
             at = param.dim() - 2 if style in _COLUMNS and param.dim() > 1 else param.dim() - 1
@@ -276,18 +274,17 @@ class _RulesReader:
             halves = all(getattr(self.modules[owner], name, False) is True for name in ("has_gate", "is_concatenated"))
             packed = style.startswith("packed") or (last == "gate_up_proj" and halves)
             dims[at] = f"(2 _{self.tp})" if packed else f"_{self.tp}"
-            whole.remove(at)
         expert_axis = self.experts.get(name)
         if expert_axis is not None:
-            if 0 not in whole:
+            if dims[0] != "_":
                 self.problems.append(f"{name!r}: style {style!r} splits it by number, as '{expert_axis}' does")
                 return
-            whole.remove(0)
             dims[0] = experts = f"{self._named('experts', param.shape[0])}@{expert_axis}"
             if getattr(self.modules[owner], "num_experts", None) == param.shape[0]:
                 self._put("local_sizes", owner, {"num_experts": experts})
+        whole = [at for at, dim in enumerate(dims) if dim == "_"]
         if whole and self.data:
-            dims[max(whole)] = "".join(["_", *(f"@{axis}" for axis in self.data if axis != expert_axis)])
+            dims[whole[-1]] = "".join(["_", *(f"@{axis}" for axis in self.data if axis != expert_axis)])
         self._put("rules", name, " ".join(dims))
 
     def _find_experts(self, plan: Mapping[str, str], axis: str) -> None:
@@ -393,8 +390,7 @@ class _RulesReader:
             with suppress(AttributeError, NotImplementedError):
                 table = getattr(self.model, get)()
             path = next((name for name, module in self.modules.items() if module is table), None)
-            weight = getattr(table, "weight", None)
-            if path is not None and isinstance(table, nn.Embedding | nn.Linear) and isinstance(weight, Tensor):
+            if path is not None and isinstance(table, nn.Embedding | nn.Linear):
                 self.made["rules"][f"{path}.weight"] = f"{self._vocab(table)} _{self.fsdp}"
                 if gathers:
                     self.made["acts"][path] = "... _"

@@ -78,7 +78,7 @@ def dropout(
         return x
     if vmap_depth():
         raise ShardError("dropout: inside a vmap elements have no places of their own; use dropout_seed and nn.Dropout")
-    seeds = key_of(_checked("dropout", tuple(seed) if isinstance(seed, tuple | list) else (seed,)))
+    seeds = key_of("dropout", tuple(seed) if isinstance(seed, tuple | list) else (seed,))
     firsts: list[Word] = [0] * x.dim()  # how many parts of each dim come before this rank's
     if dims is not None:
         if mesh is None:
@@ -110,7 +110,7 @@ def axes_of_dims(spec: Spec, ndim: int, sizes: dict[str, int]) -> list[tuple[str
 def index_over(mesh_grid: Grid, axes: Sequence[str]) -> Word:
     """This rank's place along several axes as one number, outermost first; a tensor in a simulation."""
     if not simulated() or not axes:
-        return index_along(axes, mesh_grid.sizes, mesh_grid.coords) if axes else 0
+        return index_along(axes, mesh_grid.sizes, mesh_grid.coords)
     with outside_transforms():
         return per_rank(mesh_grid, lambda at, _: [torch.tensor(index_along(axes, mesh_grid.sizes, at))], [])[0]
 
@@ -139,11 +139,6 @@ def _folded(words: Sequence[Word], start: int) -> Any:
         key = _mixed(key ^ _mixed((word & _MASK) ^ 0x9E3779B9))
         key = _mixed(key + _mixed(((word >> 32) & _MASK) ^ 0x85EBCA6B) & _MASK)
     return key
-
-
-def key_of(words: Sequence[Word]) -> tuple[Word, Word]:
-    """Two numbers below 2**32 that stand for a seed."""
-    return _folded(words, 0x243F6A88), _folded(words, 0x13198A2E)
 
 
 def dropped(
@@ -258,21 +253,27 @@ def dropout_seed(*seed: Word) -> Iterator[None]:
     `torch.utils.checkpoint` drops the same again, with `preserve_rng_state`, its default. `sf.vmap` counts samples as
     `apply` on the batch does; its `randomness="same"` gives all the same mask.
     """
-    with holding(_STREAM, Stream(key_of(_checked("dropout_seed", seed)), recording())):
+    with holding(_STREAM, Stream(key_of("dropout_seed", seed), recording())):
         yield
 
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def _checked(verb: str, words: Sequence[Any]) -> tuple[Word, ...]:
+def key_of(verb: str, words: Sequence[Any]) -> tuple[Word, Word]:
+    """Two numbers below 2**32 that stand for a seed.
+
+    Raises:
+        TypeError: a seed that is no whole number, or none.
+    """
     for word in words:
         whole = isinstance(word, Tensor) and word.dtype in _WHOLE and not word.dim()
         if not whole and (not isinstance(word, int) or isinstance(word, bool)):
             raise TypeError(f"{verb}: a seed is a whole number or a tensor of one without dims, not {word!r}")
     if not words:
         raise TypeError(f"{verb}: pass a seed, such as the number of the step")
-    return tuple(word.long() if isinstance(word, Tensor) else word for word in words)
+    seed = [word.long() if isinstance(word, Tensor) else word for word in words]
+    return _folded(seed, 0x243F6A88), _folded(seed, 0x13198A2E)
 
 
 def lane(index: Word, count: int, of_part: bool) -> AbstractContextManager[None]:
@@ -351,8 +352,7 @@ class Masks:
             why = "it is open around a step that sf.jit records, which would have the same masks at every call"
             raise ShardError(f"dropout_seed: {why}; open it inside of the step, with a seed that is a tensor")
         self._stream, self.over = stream, False
-        batch_lane = _Lane(batch_index, batch_count, False)
-        order = [*(x for x in lanes if not x.of_part), batch_lane, *(x for x in lanes if x.of_part)]
+        order = sorted((*lanes, _Lane(batch_index, batch_count, False)), key=lambda x: x.of_part)
         self._values: list[Word] = [*stream.seed, *(x.index for x in order)]
         self._counts = [x.count for x in order]
         self._seen: dict[tuple[str, int], int] = {}

@@ -29,7 +29,6 @@ from shardfn.stateful.torch_optimizers import REPLACED, SHARD, SUCCESSOR, watch_
 from shardfn.transforms import apply
 
 STANDS_FOR = f"{OWN}stands_for"  # on a whole parameter: the leaf that it stands for
-Slot = tuple[dict[str, Any], str]  # a table of a module, and the key in it
 
 
 class ModuleShards:
@@ -41,13 +40,16 @@ class ModuleShards:
         self._tables = [with_tables(module) for module in model.modules()]
         self._counts = list(map(len, self._tables))
         slots = [(leaf, (parameters_of(x), key)) for x, _, _, keys in _owned(model, plan) for leaf, key in keys.items()]
-        first: dict[str, Slot] = dict(reversed(slots))  # a tied one has several
+        # The table of a module, and the key in it; a tied one has several.
+        first: dict[str, tuple[dict[str, Any], str]] = dict(reversed(slots))
         self._slots = {name: first[name] for name in plan.leaves}
         self._of_modules: Mapping[str, Tensor] | None = None  # the buffers of a tree that are those of the modules
         self._children = [children_of(module) for module in model.modules()]
         self._structure = self._structure_now()
-        self._dtypes = self._dtypes_now()
-        self._find_buffers(model)
+        self._dtypes = dtypes_of(self.leaves().values())
+        named = model.named_modules(remove_duplicate=False)
+        # The names of a module in a tree begin with its path, "block.".
+        self._buffers = [(f"{path}." if path else "", buffers_of(module)) for path, module in named]
         self._model = weakref.ref(unwrapped(model))
 
     def leaves(self) -> dict[str, Any]:
@@ -60,15 +62,13 @@ class ModuleShards:
             return {name: vars(leaf).get(STANDS_FOR, leaf) for name, leaf in leaves.items()}
         return leaves
 
-    def params(
-        self, model: nn.Module, reduction: Reduction | None = "mean", holds_back: Callable[[str], bool] | None = None
-    ) -> Params:
+    def params(self, reduction: Reduction | None = "mean", holds_back: Callable[[str], bool] | None = None) -> Params:
         """The tree, with the module's buffers.
 
         `reduction` is what a backward does with its gradients, and `holds_back` says of a unit, when its gradients
         come, whether they stay unreduced.
         """
-        params = Params(self.leaves(), self.plan.with_reduction(reduction), self.mesh, self._buffers_now(model))
+        params = Params(self.leaves(), self.plan.with_reduction(reduction), self.mesh, self._buffers_now())
         params.holds_back = holds_back
         return params
 
@@ -111,19 +111,17 @@ class ModuleShards:
             ShardError: the forward has added parameters.
         """
         if params.buffers is not self._of_modules:
-            params.buffers.update(self._buffers_now(model))
+            params.buffers.update(self._buffers_now())
         for name, p in () if self._has_structure else model.named_parameters():
             if not isinstance(p, DTensor) and name not in self.plan.info.ignored:
                 raise _added(f"'{name}' was added by a forward")
 
-    def _buffers_now(self, model: nn.Module) -> dict[str, Tensor]:
-        if self._buffer_keys != list(chain.from_iterable(self._buffer_tables)):
-            self._find_buffers(model)
-        return {name: table[key] for name, (table, key) in self._buffers if table[key] is not None}
+    def _buffers_now(self) -> dict[str, Tensor]:
+        return {path + key: x for path, table in self._buffers if table for key, x in table.items() if x is not None}
 
     def _params_of_whole(self, model: nn.Module) -> Params:
         """The tree of the values that whole parameters in the places of the shards have now."""
-        tree = self.params(model)
+        tree = self.params()
         now = dict(model.named_parameters(remove_duplicate=False))
         params = directories.from_state_dict(tree, {name: now[name].detach() for name in self.plan.canonical})
         params.buffers = tree.buffers
@@ -131,32 +129,21 @@ class ModuleShards:
 
     def keep_buffers(self, model: nn.Module, params: Params) -> None:
         """What a forward assigned to buffers stays: the tree that it ran with is gone after the call."""
-        for name, (table, key) in self._buffers:
-            value = params.buffers.get(name)
-            if value is not None and table.get(key) is not value:
-                table[key] = value
-        known = {name for name, _ in self._buffers}
-        _add_buffers(model, {name: value for name, value in params.buffers.items() if name not in known})
-
-    def _find_buffers(self, model: nn.Module) -> None:
-        named = model.named_modules(remove_duplicate=False)
-        tables = [(f"{path}." if path else "", buffers_of(module)) for path, module in named]
-        self._buffer_tables = [table for _, table in tables]
-        self._buffer_keys = list(chain.from_iterable(self._buffer_tables))
-        self._buffers: list[tuple[str, Slot]] = [(path + key, (table, key)) for path, table in tables for key in table]
+        now = self._buffers_now()
+        for name, value in params.buffers.items():
+            if now.get(name) is not value:
+                owner, _, key = name.rpartition(".")
+                buffers_of(submodule(model, owner))[key] = value
 
     @property
     def fits(self) -> bool:
         """Whether the module has the structure that the plan was made for."""
-        return self._has_structure and self._dtypes == self._dtypes_now()
+        return self._has_structure and self._dtypes == dtypes_of(self.leaves().values())
 
     @property
     def _has_structure(self) -> bool:
         now = self._structure_now()
         return len(now) == len(self._structure) and all(map(is_, now, self._structure))
-
-    def _dtypes_now(self) -> list[torch.dtype]:
-        return dtypes_of(self.leaves().values())
 
     def _structure_now(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._children)))
@@ -179,12 +166,6 @@ def bound(module: nn.Module, method: str) -> Any:
 def _added(what: str) -> ShardError:
     why = f"{what} after the model was sharded: nobody would reduce its gradient. Change parameters"
     return ShardError(f"{why} before the model is wrapped, or shard what you add as a module of its own")
-
-
-def _add_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    for name, value in buffers.items():
-        owner, _, key = name.rpartition(".")
-        buffers_of(submodule(model, owner))[key] = value
 
 
 def _owned(model: nn.Module, plan: Plan) -> Iterator[tuple[nn.Module, str, str, dict[str, str]]]:
@@ -223,8 +204,9 @@ def install(model: nn.Module, params: Params) -> ModuleShards:
             table.update(shards if key == attribute else {key: value})
     _refresh_flat_weights(model)
     _warn_of_references(model)
-    _add_buffers(model, params.buffers)
-    return ModuleShards(model, params.plan, params.mesh)
+    held = ModuleShards(model, params.plan, params.mesh)
+    held.keep_buffers(model, params)
+    return held
 
 
 def _warn_of_references(model: nn.Module) -> None:

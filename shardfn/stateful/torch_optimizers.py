@@ -137,7 +137,7 @@ def _require_own_states(optimizer: Optimizer, shards: Sequence[DTensor]) -> None
     if _STATES.get(optimizer) == id(optimizer.state) or seen_by_dynamo() or simulated():
         return
     name, mesh = type(optimizer).__name__, shards[0].device_mesh
-    problem = next(filter(None, (_foreign(optimizer.state.get(shard), shard) for shard in shards)), None)
+    problem = next(filter(None, (_foreign(optimizer.state.get(shard, {}), shard) for shard in shards)), None)
     rows = exchange_numbers(mesh, [problem is not None, bool(optimizer.state)])
     (wrong, loaded), ranks = map(sum, zip(*rows, strict=True)), len(rows)
     if wrong:
@@ -151,16 +151,16 @@ def _require_own_states(optimizer: Optimizer, shards: Sequence[DTensor]) -> None
     _STATES[optimizer] = id(optimizer.state)
 
 
-def _foreign(state: dict[str, Any] | None, shard: DTensor) -> str | None:
+def _foreign(state: dict[str, Any], shard: DTensor) -> str | None:
     """Which part of a shard's state is another rank's, in words; the others are on the shard's own mesh from here.
 
     Whole tensors, such as `state_dict()` has in hfai's `summon_full_params`, are cut.
     """
     spec = spec_of(shard)
-    for key, value in list((state or {}).items()):
-        if state is not None and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim():
-            if value.shape == shard.shape:
-                state[key] = distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None)
+    for key, value in list(state.items()):
+        plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if plain and value.dim() and value.shape == shard.shape:
+            state[key] = distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None)
         if isinstance(value, DTensor) and value.device_mesh is not spec.mesh:
             if foreign := rank_of_part(value, spec.mesh.mesh.flatten().tolist()):
                 return f"'{key}' of a parameter is {foreign}"

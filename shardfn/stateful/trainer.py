@@ -141,7 +141,7 @@ class Trainer(nn.Module):
     @property
     def params(self) -> Params:
         """The parameters as a tree, for every function of shardfn; the leaves are the `nn.Parameter`s themselves."""
-        return self._held.params(self.module)
+        return self._held.params()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`apply(module, params, ...)`; in `summon_full_params` the module's own, with the whole parameters there.
@@ -152,7 +152,7 @@ class Trainer(nn.Module):
         if self._differentiates:
             why = "Trainer.step: loss_fn called the trainer, whose parameters are not those that are differentiated"
             raise ShardError(f"{why}. Use the ones it is given: sf.apply(trainer.module, params, ...)")
-        params = None if self._is_whole else self._held.params(self.module, holds_back=lambda unit: not self._syncs)
+        params = None if self._is_whole else self._held.params(holds_back=lambda unit: not self._syncs)
         return self._held.run(self.module, params, kwargs.pop("method", None) or "__call__", args, kwargs)
 
     def step(self, *batch: Any) -> dict[str, Any]:
@@ -277,17 +277,15 @@ class Trainer(nn.Module):
         self._held.copy_in(state["params"])
         for name, buffer in self.module.named_buffers():
             buffer.copy_(state["buffers"][name])
-        self.optimizer_state, self.ema, self.steps = state.get("optimizer"), state.get("ema"), state["steps"]
+        self.optimizer_state, self.ema, self.steps = state["optimizer"], state["ema"], state["steps"]
         return path
 
     def _with_scaler(self, others: dict[str, Any]) -> dict[str, Any]:
         return others if self.scaler is None else {"scaler": self.scaler} | others
 
     def _state(self) -> dict[str, Any]:
-        state = {"params": self.params, "buffers": dict(self.module.named_buffers()), "steps": self.steps}
-        if self.optimizer is not None:
-            state["optimizer"] = self.optimizer_state
-        return state if self.ema is None else state | {"ema": self.ema}
+        buffers, optimizer = dict(self.module.named_buffers()), self.optimizer_state
+        return {"params": self.params, "buffers": buffers, "optimizer": optimizer, "ema": self.ema, "steps": self.steps}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's state dict: `DTensor` shards and buffers under the model's names, in the model's shapes."""

@@ -104,7 +104,7 @@ class Interpreter(_torch.TorchDispatchMode):
     def tag(self, tensor: Tensor) -> Tag:
         """What is known; a tensor never seen is invariant."""
         known, seen = self._tags.get(tensor) or _NEVER_SEEN
-        written = self._written.get(_torch.storage_number(local_of(tensor))) if self._written else None
+        written = self._written.get(_torch.address_of(local_of(tensor).untyped_storage())) if self._written else None
         if written is not None and written[1] > seen:
             why = "another view of its memory was written with values that are split otherwise"
             return replace(known, parts=dict.fromkeys(known.parts or self.sizes, Part("lost", why=why, cure="rules")))
@@ -430,8 +430,8 @@ class Interpreter(_torch.TorchDispatchMode):
                 self._lose_all([by_axis for by_axis in parts if by_axis], why, "pads")
         if _torch.is_mutable(func) and func.namespace != "aten" and any(self._is_parted(x) for x in inputs):
             self._writes += 1  # of something, to any of them
-            stored = [(_torch.storage_number(local_of(x)), local_of(x).untyped_storage()) for x in inputs]
-            self._written |= {number: (storage, self._writes) for number, storage in stored}
+            stored = [local_of(x).untyped_storage() for x in inputs]
+            self._written |= {_torch.address_of(storage): (storage, self._writes) for storage in stored}
         self._require_alike(func, inputs, parts)
         self._need_whole(inputs, parts)
         known = self._joined(inputs, parts, str(func))
@@ -449,8 +449,8 @@ class Interpreter(_torch.TorchDispatchMode):
                     self.refuse(f"{name} writes a value that is made of this rank's sizes", "sizes", result)
                 if self.tag(result).parts != by_axis:  # other views of its memory know nothing of what is in it now
                     self._writes += 1
-                    memory = local_of(result)
-                    self._written[_torch.storage_number(memory)] = memory.untyped_storage(), self._writes
+                    storage = local_of(result).untyped_storage()
+                    self._written[_torch.address_of(storage)] = storage, self._writes
                 self._tag_base(result, tag)
             if inputs or by_axis:
                 self.mark(result, tag)

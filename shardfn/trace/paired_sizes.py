@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn._torch import OF_MEMORY, PLAIN, Node, plainly, symbol, wrapper
+from shardfn._torch import OF_MEMORY, PLAIN, Node, plainly, wrapper
 from shardfn.context import having, holding
 from shardfn.trace.meta_values import leaves_of, tensors_of
 
@@ -229,7 +229,7 @@ def of_memory(func: Any, args: Any) -> Any:
 
 
 def _symbol(rank: int, one: int) -> Any:
-    return rank if rank == one else symbol(_Sized(rank, one))
+    return rank if rank == one else torch.SymInt(_Sized(rank, one))
 
 
 def local_of(x: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ def paired(local: Any, whole: Any, arguments: dict[int, Tensor], same: Same = la
 def _number(rank: Any, one: Any) -> Any:
     """A number that an operation gives to torch."""
     if type(rank) is int and type(one) is int:
-        return symbol(_Sized(rank, one))
+        return torch.SymInt(_Sized(rank, one))
     if rank != rank and one != one:  # neither is a number
         return rank
     raise SizesDiffer

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import base_of, holds_data, pytree, storage_number
+from shardfn._torch import address_of, base_of, holds_data, pytree
 from shardfn.trace.meta_values import MetaValues
 from shardfn.trace.paired_sizes import Paired, local_of, of_side
 
@@ -82,9 +82,9 @@ class ValueNumbers:
             return
         number = self._made(func, args, kwargs, results, draws)
         for x in writes:
-            memory = local_of(x)
+            storage = local_of(x).untyped_storage()
             history = self._number("history", self._history(x), number)
-            self._written[storage_number(memory)] = memory.untyped_storage(), history
+            self._written[address_of(storage)] = storage, history
             if (base := base_of(x)) is not None:
                 self._put(base, number)
             self._put(x, number)
@@ -115,7 +115,7 @@ class ValueNumbers:
         """What has been written to the memory of a tensor, in this run; one of a transform has none of its own."""
         if not self._written or not (type(x) is Paired or holds_data(x)):
             return _UNWRITTEN
-        return self._written.get(storage_number(local_of(x)), (None, _UNWRITTEN))[1]
+        return self._written.get(address_of(local_of(x).untyped_storage()), (None, _UNWRITTEN))[1]
 
     def _number(self, *words: Hashable) -> int:
         return self._known.setdefault(words, len(self._known))

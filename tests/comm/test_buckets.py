@@ -210,7 +210,7 @@ def derivatives_on_a_rank() -> None:
     params, places, on_grid = make_params(init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",)))
     specs = [leaf_spec(params.plan, places, name) for name in on_grid.bucket.leaves]
     leaves = {
-        n: wrap_local(unwrap_local(params[n]), s, requires_grad=n != "b")
+        n: wrap_local(unwrap_local(params[n]), s).requires_grad_(n != "b")
         for n, s in zip(on_grid.bucket.leaves, specs, strict=True)
     }
     wholes = dict(zip(leaves, GatherBucket.apply(on_grid, *leaves.values()), strict=True))

@@ -336,7 +336,7 @@ def assert_types_of_tensors(case: Case) -> None:
         assert isinstance(leaf, DTensor)
         text = inside(typeof(leaf), short(str(leaf.dtype).removeprefix("torch.")))
         spec = parse(text)
-        assert str(spec) == text and [dim.factors[0].literal for dim in spec.dims] == list(leaf.shape)
+        assert str(spec) == text and [int(dim.factors[0].name) for dim in spec.dims] == list(leaf.shape)
         stored = parse(inside(typeof(params, name), ".*"))
         if stored.factors and len(params.plan.layouts.get(name, params.plan.leaves[name][0]).leaves) == 1:
             axes = {axis for factor in spec.factors for axis in factor.axes}

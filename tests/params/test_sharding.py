@@ -134,7 +134,7 @@ def gather_is_differentiable(case: Case) -> None:
     params = sf.shard(case.whole_numbers(99), layouts.mesh(), layouts.policy())
     places = grid_of(params.mesh, params.plan.roles.storage)
     leaves = {
-        n: wrap_local(unwrap_local(x), leaf_spec(params.plan, places, n), requires_grad=True) for n, x in params.items()
+        n: wrap_local(unwrap_local(x), leaf_spec(params.plan, places, n)).requires_grad_() for n, x in params.items()
     }
     full = sf.gather(params.like(leaves))
     weights = case.whole_numbers(data_index(params.plan, places))

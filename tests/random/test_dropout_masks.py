@@ -199,7 +199,7 @@ def test_masks_differ_between_samples_calls_modules_and_seeds(mesh: DeviceMesh) 
 
 
 def _mask(shape: tuple[int, ...], p: float, *seed: int, firsts: Any = None, use: tuple[int, ...] = ()) -> Tensor:
-    keys = masks_of.key_of(seed)
+    keys = masks_of.key_of("dropout", seed)
     return masks_of.dropped(shape, firsts or [0] * len(shape), p, keys, use, "cpu").double()
 
 

@@ -228,7 +228,7 @@ def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(lambda x: x.to(record.device) if isinstance(x, Tensor) else x, (args, kwargs))
     if record.is_whole:
         return held.run(module, None, method, args, kwargs)
-    params = held.params(module, record.reduction, holds_back=lambda unit: units[unit].holds_back)
+    params = held.params(record.reduction, holds_back=lambda unit: units[unit].holds_back)
     if any(unit.scale != 1 for unit in units.values()):
         params.scale_of_gradients = lambda unit: units[unit].scale
     return held.run(module, params, method, args, kwargs)

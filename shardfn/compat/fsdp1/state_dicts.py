@@ -202,7 +202,7 @@ def _flavoured(module: Any, state: Any, keep_vars: bool) -> Any:
     on_first = kind == StateDictType.FULL_STATE_DICT and bool(getattr(config, "rank0_only", False))
     full = {}
     if kind == StateDictType.FULL_STATE_DICT and any(id(value) in names for value in state.values()):
-        full = sharding.gather(held.params(module), to="rank0" if on_first else "cpu" if host else "all")
+        full = sharding.gather(held.params(), to="rank0" if on_first else "cpu" if host else "all")
     if on_first and dist.get_rank() != record.first_rank:
         return OrderedDict()
     for key, value in state.items():
@@ -407,7 +407,7 @@ def _whole_parameters(
 ) -> Iterator[None]:
     """Whole parameters in an instance, and with `recurse` in those inside it."""
     held = current_shards(module)
-    params = held.params(module)
+    params = held.params()
     tree = params.like((name, x) for name, x in params.items() if recurse or not held.plan.leaves[name][0].unit)
     full = _full(tree, to)
     gradients = ((name, leaf.grad) for name, leaf in tree.items() if leaf.grad is not None)

@@ -369,7 +369,7 @@ class FSDPModule(nn.Module):
         record = Group.of(self)
         if record.unsharded is None and not module_tables.is_computing(self):
             held = sharded_module.current_shards(self)
-            params, root, dtypes = held.params(self), held.plan.units[0], held.plan.compute_dtypes
+            params, root, dtypes = held.params(), held.plan.units[0], held.plan.compute_dtypes
             names = root.params if root.name == "" else ()
             full = sharding.gather(params.like((name, params[name]) for name in names))
             values = {name: x.detach().to(dtypes[name]) for name, x in full.items()}
