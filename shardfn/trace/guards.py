@@ -33,7 +33,7 @@ from shardfn._torch import attributes_read, children_of, forward_hooks, pytree
 from shardfn.layout import StandIn, class_of, unwrapped
 from shardfn.trace.meta_values import MetaValues, ValueReads, is_cache
 from shardfn.trace.paired_sizes import methods
-from shardfn.trace.state_rollback import CONTAINERS, Contents, alike, reach, read, users_classes
+from shardfn.trace.state_rollback import CONTAINERS, Contents, alike, is_slotted, reach, read, users_classes
 
 _NOTHING = object()
 _VALUES: dict[int, Any] = {}  # stands for the table of what Python was told of the values of tensors
@@ -270,8 +270,7 @@ def _table(value: Any) -> Any:
 
 def _only_table(value: Any) -> Any:
     """The table of attributes, where an object has no others."""
-    slotted = any("__slots__" in vars(cls) for cls in type(value).__mro__[:-1])
-    return None if slotted or isinstance(value, CONTAINERS) else getattr(value, "__dict__", None)
+    return None if is_slotted(type(value)) or isinstance(value, CONTAINERS) else getattr(value, "__dict__", None)
 
 
 def _equal(a: Any, b: Any, held: Contents) -> bool:

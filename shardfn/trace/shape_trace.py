@@ -226,7 +226,7 @@ class ShapeTrace:
         Raises:
             ShardError: the forward keeps one where it was not found.
         """
-        del self._axes
+        del self._axes, run.sides.needs_whole, run.with_backwards  # which hold some
         self._reached.collected = []
         if run.left():
             gc.collect()

@@ -214,7 +214,9 @@ def read(value: Any) -> Any:
     if isinstance(value, FunctionType):  # of what is its module's
         namespace = {} if _is_foreign(value) else value.__globals__
         return {name: namespace[name] for name in _names(value.__code__) if name in namespace}
-    return None if isinstance(value, tuple | MethodType | partial) or _is_foreign(type(value)) else _attributes(value)
+    if isinstance(value, tuple | MethodType | partial) or _is_foreign(type(value)) or not has_attributes(type(value)):
+        return None
+    return _attributes(value)
 
 
 def _write(value: Any, held: Any) -> None:
@@ -340,6 +342,16 @@ def _names(code: CodeType) -> Iterator[str]:
 def _base(value: Any) -> Any:
     """The container that a value is at bottom."""
     return next(kind for kind in CONTAINERS if isinstance(value, kind))
+
+
+def has_attributes(kind: type) -> bool:
+    """Whether instances may have attributes; a date or a decimal number is only equal to others."""
+    return kind.__dictoffset__ != 0 or is_slotted(kind)
+
+
+def is_slotted(kind: type) -> bool:
+    """Whether a class has slots."""
+    return any("__slots__" in vars(cls) for cls in kind.__mro__[:-1])
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Dropout by sample: the same masks on every mesh, under every transform, again when computed again; and refusals."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -365,9 +366,6 @@ def test_acts_say_where_an_activation_is_split(mesh: DeviceMesh) -> None:
         sf.apply(_model(), wrong, sf.data.local_batch(_batch(), mesh))
 
 
-TIMES = [1]
-
-
 class Loops(nn.Module):
     def __init__(self, own: bool) -> None:
         super().__init__()
@@ -375,7 +373,7 @@ class Loops(nn.Module):
         self.times, self.own = 1, own
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times if self.own else TIMES[0]):
+        for _ in range(self.times if self.own else int(os.environ["SHARDFN_TEST_TIMES"])):
             x = self.down(self.drop(torch.tanh(self.up(x))))
         return x
 
@@ -383,16 +381,17 @@ class Loops(nn.Module):
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_a_call_that_the_run_without_data_did_not_make_is_asked_for(mesh: DeviceMesh) -> None:
     rules, acts = {"up.weight": "ff@tp c", "down.weight": "c ff@tp"}, {"drop": "b s ff@tp"}
-    for own in (True, False):  # an attribute is compared at each call, a global is not
+    for own in (True, False):  # an attribute is compared at each call, the environment is not
         found = []
         for chosen in (sf.Policy(rules=rules), sf.Policy(rules=rules, acts=acts)):
             torch.manual_seed(1)
             model = Loops(own).double()
             params = sf.shard(model, mesh, chosen)
-            TIMES[0] = 1
+            os.environ["SHARDFN_TEST_TIMES"] = "1"
             with sf.data.dropout_seed(1):
                 sf.apply(model, params, _batch())
-            model.times = TIMES[0] = 2
+            model.times = 2
+            os.environ["SHARDFN_TEST_TIMES"] = "2"
             with sf.data.dropout_seed(1):
                 if own or chosen.acts:
                     found.append(sf.apply(model, params, _batch()))
