@@ -1,5 +1,6 @@
 """What a shape-only trace was decided by is compared at each call: sizes, numbers, attributes, what lists hold."""
 
+import datetime
 import math
 import queue
 import random
@@ -85,6 +86,10 @@ def by_child(m: Any, h: Tensor) -> Tensor:
     return mixed(h) if isinstance(m.flag, nn.Module) else h
 
 
+def by_date(m: Any, h: Tensor) -> Tensor:
+    return mixed(h) if getattr(m.name, "day", 1) == 2 else h
+
+
 CHANGED: list[tuple[Callable[..., Tensor], Callable[[Any], Any]]] = [
     (by_flag, lambda m: setattr(m, "flag", True)),
     (by_absent, lambda m: setattr(m, "absent", 1)),
@@ -93,6 +98,7 @@ CHANGED: list[tuple[Callable[..., Tensor], Callable[[Any], Any]]] = [
     (by_dict, lambda m: m.table.update(mixed=1)),
     (by_count, lambda m: None),
     (by_child, lambda m: setattr(m, "flag", nn.Identity())),
+    (by_date, lambda m: setattr(m, "name", datetime.date(2026, 1, 2))),
 ]
 
 
@@ -100,6 +106,7 @@ CHANGED: list[tuple[Callable[..., Tensor], Callable[[Any], Any]]] = [
 def test_attributes_that_choose_another_way(mesh: DeviceMesh) -> None:
     for way, change in CHANGED:
         model, own, x = of(way), of(way), inputs()
+        model.name = own.name = datetime.date(2026, 1, 1)
         params = sf.shard(model, mesh, RULES)
         for _ in range(2):
             assert_parity({"y": sf.apply(model, params, x)}, {"y": own(x).detach()})

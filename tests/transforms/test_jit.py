@@ -199,6 +199,9 @@ def test_what_cannot_be_recorded_says_so(mesh: DeviceMesh) -> None:
         jit(unfinished, backend="aot_eager")(params)
     with pytest.raises(sf.ShardError, match="inside a transform"):
         torch.func.grad(lambda y: jit(lambda y: y.sum(), backend="aot_eager")(y))(x)
+    jitted = jit(lambda p: sf.apply(model, p, x).square().sum(), backend="aot_eager")
+    with pytest.raises(sf.ShardError, match="has no derivative, and is in a function that is differentiated"):
+        sf.value_and_grad(lambda p: jitted(p) + sf.apply(model, p, x).sum())(params)
 
     optimizer = sf.optim.adamw(lambda step: 0.1)
     grads = sf.tree.zeros_like(params)

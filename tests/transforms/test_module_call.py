@@ -3,6 +3,10 @@
 import copy
 import gc
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -832,3 +836,30 @@ def test_split_logits_and_their_loss(mesh: DeviceMesh, smoothing: float) -> None
     ref.backward()
     assert_parity({"loss": loss}, {"loss": ref.detach()})
     assert_parity(_without_noise(sf.gather(grads)), _without_noise(_reference_grads(model)))
+
+
+class _Meets(nn.Module):
+    """Two threads meet in the forward."""
+
+    def __init__(self, both: threading.Barrier) -> None:
+        super().__init__()
+        self.linear, self.both = nn.Linear(4, 4), both
+
+    def forward(self, x: Tensor) -> Tensor:
+        with suppress(threading.BrokenBarrierError):
+            self.both.wait(1)
+        return self.linear(x)
+
+
+@on_meshes({"fsdp": 2})
+def test_two_threads_do_not_call_at_once(mesh: DeviceMesh) -> None:
+    model = _Meets(threading.Barrier(2))
+    params, x = sf.shard(model, mesh, sf.Policy()), torch.ones(2, 4)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(sf.apply, model, params, x)
+        while not model.both.n_waiting:
+            time.sleep(0.001)
+        with pytest.raises(sf.ShardError, match="another thread is in a call of it"):
+            sf.apply(model, params, x)
+        assert first.result().shape == (2, 4)
+    assert sf.apply(model, params, x).shape == (2, 4)
