@@ -12,7 +12,7 @@ import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from io import IOBase
@@ -208,7 +208,9 @@ def read(value: Any) -> Any:
     if isinstance(value, CellType):
         return [value.cell_contents] if value != CellType() else []  # which is empty
     if isinstance(value, ContextVar):
-        return [value.get(None)]
+        with suppress(LookupError):
+            return [value.get()]
+        return [None]
     if isinstance(value, type):
         return dict(vars(value))
     if isinstance(value, FunctionType):  # of what is its module's

@@ -176,3 +176,19 @@ def test_a_value_that_is_kept_where_it_is_not_found(mesh: DeviceMesh, place: str
     sf.apply(model, params, X.float(), False)
     assert [x.shape for x in model.kept] == [(4, 16)], "whole, in what the error names"
     assert _CONTEXT.get().shape == (4, 16)
+
+
+_COUNT: ContextVar[int] = ContextVar("count", default=3)
+
+
+@on_meshes({"tp": 2})
+def test_a_variable_of_the_context_goes_on_from_its_default(mesh: DeviceMesh) -> None:
+    def counted(f: Callable[[Tensor], Tensor], x: Tensor, _: Any) -> Tensor:
+        _COUNT.set(_COUNT.get() + 1)
+        return f(x)
+
+    model = Net(counted)
+    params = sf.shard(model, mesh, sf.Policy(rules=RULES))
+    for calls in (1, 2):
+        sf.apply(model, params, X, None)
+        assert _COUNT.get() == 3 + calls
