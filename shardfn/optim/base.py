@@ -277,8 +277,8 @@ def require_options(where: str, options: Options, defaults: Options) -> None:
     for name, value in options.items():
         if name not in defaults:
             raise ValueError(no_option(where, name, defaults))
-        if isinstance(value, Mapping):
-            raise TypeError(f"{where}: {name} is a tree; write {where}(lr=1e-3), and init(params) of what it returns")
+        if isinstance(value, Iterable) and not isinstance(value, str | Tensor):
+            raise TypeError(f"{where}: {name} holds parameters; write {where}(lr=1e-3), and init(params) of it")
         if name not in _RANGES:
             if not isinstance(value, bool):
                 raise TypeError(f"{where}: {name}={value!r} is not True or False")

@@ -188,7 +188,8 @@ def _is_idle(leaf: Tensor) -> bool:
 
 def _no_message() -> ShardError:
     instead = "Write x = x.full_tensor() instead, which is of all ranks; or send this rank's part, x.to_local()"
-    return ShardError(f"torch.distributed sends plain tensors, and this is a DTensor. {instead}")
+    ddp = "DistributedDataParallel goes: value_and_grad and a Trainer reduce gradients themselves"
+    return ShardError(f"torch.distributed sends plain tensors, and this is a DTensor. {instead}. {ddp}")
 
 
 refuse_of_dtensors(MESSAGES, _no_message)

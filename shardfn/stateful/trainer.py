@@ -323,7 +323,11 @@ class Trainer(nn.Module):
         unexpected = sorted(set(state_dict) - wanted)
         if strict and (missing or unexpected):
             why = f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
-            raise ShardError(f"Trainer.load_state_dict: {why}; every rank must give all of it, or pass strict=False")
+            instead = "every rank must give all of it, or pass strict=False"
+            prefix = unexpected[0].removesuffix(missing[0]) if missing and unexpected else ""
+            if unexpected == [prefix + name for name in missing]:
+                instead = f"pass {{name.removeprefix({prefix!r}): x for name, x in state_dict.items()}}"
+            raise ShardError(f"Trainer.load_state_dict: {why}; {instead}")
         for layout in layouts:
             value = next(state_dict[name] for name in layout.names if name in state_dict)
             _require_shape(f"'{layout.name}'", value, layout.shape)

@@ -212,8 +212,9 @@ class MetaValues:
             return x
         version, blank = self._moved.get(x) or (None, x)
         if version != _torch.version_of(x):
-            blank = torch.empty_like(x, device="meta")
-            self.note(blank, x, made=True)
+            blank = _blank(x, None)
+            if _torch.holds_data(x):
+                self.note(blank, x, made=True)
             self._moved[x] = _torch.version_of(x), blank
         return blank
 

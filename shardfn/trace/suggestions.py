@@ -51,7 +51,8 @@ _OF_TORCH = {
     "'lengths' argument": "Packed sequences cannot be followed: pad them, and mask what is padded.",
     "Cannot copy out of meta": "Something without data is read, as by .tolist() or .cpu(): return it, and read it "
     "outside. Or it is written into a tensor that has data: those that a forward makes must follow x.device; pass "
-    "others as an argument, in a tuple, list or dict, or make them buffers.",
+    "others as an argument, in a tuple, list or dict, or make them buffers. Instead of save_on_cpu(), which does so, "
+    "write torch.utils.checkpoint.",
     "ContextVar name='sides'": "A thread of its own computes a module; call modules in that of the forward.",
 }
 

@@ -83,7 +83,7 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     and the state of torch's generators (5 kB) over compute axes.
     """
     if _torch.callback_of_dynamo() is not None:
-        instead = "Write sf.jit(fn) in its place; or Policy(compile=True), which compiles the forward of every unit"
+        instead = "Put sf.jit around the whole step; or Policy(compile=True), which compiles the forward of every unit"
         raise ShardError(f"apply: torch.compile does not follow what gathers and reduces shards. {instead}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply: expected an nn.Module, got {type(model).__name__}; write apply(model, params, x)")

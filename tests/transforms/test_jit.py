@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,6 +251,26 @@ def test_a_recomputation_draws_what_was_drawn(mesh: DeviceMesh, backend: str) ->
         seen.add(tuple(grad.tolist()))
     assert len(seen) == 3, "and other numbers in every call"
     assert backend == "inductor" or not torch.equal(state, torch.get_rng_state())
+
+
+class Held(nn.Module):
+    """Takes its input out of an object that is no pytree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, held: SimpleNamespace) -> Tensor:
+        return self.down(self.up(held.x).relu())
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_tensors_in_an_object_that_is_no_pytree(mesh: DeviceMesh) -> None:
+    model = Held()
+    params = sf.shard(model, mesh, sf.Policy(rules={"up.weight": "h@tp c", "down.weight": "c h@tp"}))
+    step = sf.value_and_grad(lambda p, x: sf.apply(model, p, SimpleNamespace(x=x)).square().mean())
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    assert_trees_close(jit(step, backend="aot_eager")(params, x), step(params, x))
 
 
 @pytest.mark.everyday(1)

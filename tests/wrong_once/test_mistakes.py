@@ -166,6 +166,10 @@ def _alone(**axes: int) -> Any:
     return sf.plan(_mlp(), sf.MeshSpec(**axes), sf.Policy(rules=RULES))
 
 
+def _of_ddp() -> dict[str, Tensor]:
+    return {f"module.{name}": x for name, x in _mlp().state_dict().items()}
+
+
 MISTAKES: dict[str, Mistake] = {
     "a rule with too few dims": Mistake(
         lambda mesh: _tree(mesh, rules={"0.weight": "f@tp"}),
@@ -269,8 +273,20 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "torch.compile around apply": Mistake(
         lambda mesh: torch.compile(_loss(model := _mlp()), backend="eager")(_tree(mesh, model), X),
-        r"Write sf\.jit\(fn\) in its place",
+        r"Put sf\.jit around the whole step",
         lambda mesh: _loss(model := _mlp())(_tree(mesh, model, compile={"backend": "eager"}, units=("*",)), X),
+    ),
+    "a state dict that DistributedDataParallel saved": Mistake(
+        lambda mesh: sf.Trainer(_mlp(), mesh).load_state_dict(_of_ddp()),
+        r"pass \{name\.removeprefix\('module\.'\): x for name, x in state_dict\.items\(\)\}",
+        lambda mesh: sf.Trainer(_mlp(), mesh).load_state_dict(
+            {name.removeprefix("module."): x for name, x in _of_ddp().items()}
+        ),
+    ),
+    "an optimizer of groups of parameters": Mistake(
+        lambda mesh: sf.optim.adamw(untyped([{"params": [*_tree(mesh).values()], "lr": 0.1}])),
+        r"write adamw\(lr=1e-3\), and init\(params\) of it$",
+        lambda mesh: sf.optim.adamw(lr=1e-3).init(_tree(mesh)),
     ),
     "torch.compile around value_and_grad": Mistake(
         lambda mesh: torch.compile(sf.value_and_grad(_loss(model := _mlp())), backend="eager")(_tree(mesh, model), X),
