@@ -203,7 +203,7 @@ class Guards:
                 continue
             if _equal(now, held, self.held):
                 self.held[key] = value, now
-            elif _only_table(value) is not None and held.keys() == now.keys():
+            elif isinstance(held, dict) and _only_table(value) is not None and held.keys() == now.keys():
                 names = [name for name in held if not _equal(now[name], held[name], self.held)]
                 changed += [ValuePath(vars(value), name) for name in names]
             else:

@@ -114,7 +114,7 @@ class ReachableState:
             yield
 
     def outside(self, model: nn.Module) -> tuple[list[tuple[Any, str]], list[Any]]:
-        """What functions that a forward may call read from outside: (namespace, name) of values; cells and classes.
+        """What functions that a forward may call read from outside: (namespace, name) of values; holders of others.
 
         Not what libraries read that are installed: nobody changes that between calls.
         """
@@ -127,6 +127,8 @@ class ReachableState:
                 kinds = (x if issubclass(type(x), type) else type(x) for x in held.values())
                 holders |= {id(kind): kind for kind in kinds if _is_own(kind)}
                 holders |= {id(cell): cell for cell in cells if all(map(_is_value, read(cell)))}
+                defaults = (x for x in value.__defaults__ or () if _is_value(x) and read(x) is not None)
+                holders |= {id(default): default for default in defaults}
         return [*names.values()], [*holders.values()]
 
 
@@ -216,6 +218,8 @@ def read(value: Any) -> Any:
     if isinstance(value, FunctionType):  # of what is its module's
         namespace = {} if _is_foreign(value) else value.__globals__
         return {name: namespace[name] for name in _names(value.__code__) if name in namespace}
+    if (memory := _memory(value)) is not None:
+        return {memory}
     if isinstance(value, tuple | MethodType | partial) or _is_foreign(type(value)) or not has_attributes(type(value)):
         return None
     return _attributes(value)
@@ -230,6 +234,10 @@ def _write(value: Any, held: Any) -> None:
             base.__setitem__(value, key, item)
         if not isinstance(held, dict):
             (base.update if isinstance(held, set) else base.extend)(value, held)
+    elif isinstance(value, bytearray):
+        value[:] = next(iter(held))
+    elif isinstance(held, set):
+        memoryview(value).cast("B")[:] = next(iter(held))
     elif isinstance(value, ContextVar):
         value.set(held[0])
     elif isinstance(value, CellType):
@@ -244,6 +252,16 @@ def _write(value: Any, held: Any) -> None:
             object.__delattr__(value, name)
         for name, item in held.items():
             object.__setattr__(value, name, item)
+
+
+def _memory(value: Any) -> bytes | None:
+    """What an array, of whatever kind, has in its memory; None of other things."""
+    try:
+        view = memoryview(value)
+    except (TypeError, ValueError):
+        return None
+    known = view.c_contiguous and not view.readonly and view.nbytes <= _LARGE and "O" not in view.format
+    return view.tobytes() if known else None
 
 
 def _way_back(value: Any) -> partial[Any] | None:
@@ -323,6 +341,8 @@ def _leads_to(value: Any) -> tuple[Any, ...]:
             return (value.__self__,)
         case partial():
             return value.func, value.args, value.keywords
+        case types.MappingProxyType():
+            return (*gc.get_referents(value),)
         case FunctionType() if not _is_foreign(value):
             return *(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__
     return ()

@@ -1,5 +1,7 @@
 """What a shape-only trace was decided by is compared at each call: sizes, numbers, attributes, what lists hold."""
 
+import array
+import ctypes
 import datetime
 import math
 import queue
@@ -9,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -117,6 +119,8 @@ def test_attributes_that_choose_another_way(mesh: DeviceMesh) -> None:
 
 
 _MIXES, _MIXING = False, {"now": False}
+_UNDER, _KEPT = {"now": False}, [False]
+_SEEN = MappingProxyType(_UNDER)
 _CONTEXT = ContextVar("mixes", default=False)
 
 
@@ -143,6 +147,30 @@ def _told_by_a_cell() -> tuple[Callable[[], bool], Callable[[bool], None]]:
 _TOLD, _TELL = _told_by_a_cell()
 
 
+_ARRAYS: dict[str, Callable[[], Any]] = {
+    "numpy": lambda: np.zeros(2),
+    "array": lambda: array.array("d", [0.0, 0.0]),
+    "bytearray": lambda: bytearray(2),
+    "ctypes": lambda: (ctypes.c_double * 2)(),
+}
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_elements_of_arrays(mesh: DeviceMesh) -> None:
+    for make in _ARRAYS.values():
+        model, own = (of(lambda m, h: mixed(h) if m.name[0] else h) for _ in range(2))
+        model.name, own.name = make(), make()
+        params, x = sf.shard(model, mesh, RULES), inputs()
+        for _ in range(2):
+            assert_parity({"y": sf.apply(model, params, x)}, {"y": own(x).detach()})
+        model.name[1] = 1  # decides nothing
+        assert_parity({"y": sf.apply(model, params, x)}, {"y": own(x).detach()})
+        model.name[0] = 1
+        for _ in range(2):
+            with pytest.raises(sf.ShardError, match="part by part"):
+                sf.apply(model, params, x)
+
+
 def _set(name: str, value: Any) -> Callable[[], Any]:
     return lambda: globals().update({name: value})
 
@@ -150,6 +178,8 @@ def _set(name: str, value: Any) -> Callable[[], Any]:
 OUTSIDE: dict[str, tuple[Callable[[Any], bool], Callable[[], Any]]] = {
     "a global": (lambda m: _MIXES, _set("_MIXES", True)),
     "a global dict": (lambda m: _MIXING["now"], lambda: _MIXING.update(now=True)),
+    "a view of a dict": (lambda m: _SEEN["now"], lambda: _UNDER.update(now=True)),
+    "a default": (lambda m, kept=_KEPT: kept[0], lambda: _KEPT.append(_KEPT.pop() or True)),
     "a ContextVar": (lambda m: _CONTEXT.get(), lambda: _CONTEXT.set(True)),
     "a class": (lambda m: Settings.mixes, lambda: setattr(Settings, "mixes", True)),
     "an instance's class": (lambda m: _SETTINGS.mixes, lambda: setattr(Settings, "mixes", True)),

@@ -1,5 +1,6 @@
 """What a run without data changes is as it was: sources of random numbers, arrays, files; iterators are refused."""
 
+import array
 import io
 import itertools
 import queue
@@ -46,6 +47,11 @@ def _counted(f: Callable[[Tensor], Tensor], x: Tensor, seen: Any) -> Tensor:
     return f(x) * float(seen[0])
 
 
+def _counted_in_one(f: Callable[[Tensor], Tensor], x: Tensor, seen: Any) -> Tensor:
+    seen[0] += 1
+    return f(x) * float(seen[0])
+
+
 def _looped(f: Callable[[Tensor], Tensor], x: Tensor, items: Any) -> Tensor:
     for item in items:
         x = x + f(x) * item
@@ -81,6 +87,9 @@ SOURCES: dict[str, tuple[Any, Callable[[], Any]]] = {
     "a file": (_drawn, lambda: io.StringIO("2\n3\n").readline),
     "a Generator of torch": (_noisy, lambda: torch.Generator().manual_seed(0)),
     "an array": (_counted, lambda: np.zeros(3)),
+    "a strided array": (_counted, lambda: np.zeros((3, 2))[:, 1]),
+    "an array of Python": (_counted_in_one, lambda: array.array("d", [0.0, 0.0])),
+    "a bytearray": (_counted_in_one, lambda: bytearray(2)),
     "keys": (_looped, lambda: {1.0: 0, 2.0: 0}.keys()),
     "an iterator that nobody asks": (_unused, lambda: iter([1.0, 2.0])),
 }
