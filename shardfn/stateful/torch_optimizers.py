@@ -31,13 +31,13 @@ def watch_optimizers() -> None:
 
 
 _STATES: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()  # id of what was seen
-# Trainer -> the first torch optimizer of its parameters that stepped, whose steps `trainer.steps` counts
+# Trainer -> the first torch optimizer of its parameters that stepped, of those left, whose steps `trainer.steps` counts
 DRIVERS: "weakref.WeakKeyDictionary[Any, weakref.ref[Optimizer] | None]" = weakref.WeakKeyDictionary()
 
 
 def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for trainer, driver in list(DRIVERS.items()):
-        if driver is None:
+        if driver is None or driver() is None:  # or it is gone
             ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             if any(id(leaf) in ids for leaf in trainer.params.values()):
                 driver = DRIVERS[trainer] = weakref.ref(optimizer)

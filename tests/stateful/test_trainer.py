@@ -1,6 +1,7 @@
 """`Trainer` against the functions and against one process; as a module; its checkpoints."""
 
 import copy
+import gc
 import shutil
 from collections import Counter
 from contextlib import nullcontext
@@ -954,6 +955,10 @@ def test_steps_of_any_optimizer_with_some_of_the_parameters_count(mesh: DeviceMe
     late.add_param_group({"params": list(second.parameters())})
     late.step()
     assert (first.steps, second.steps) == (2, 1)
+    del half
+    gc.collect()
+    torch.optim.SGD(first.parameters(), 0.1).step()
+    assert (first.steps, second.steps) == (3, 1)
 
 
 def _own_buffers(folder: Path) -> None:
