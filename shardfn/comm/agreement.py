@@ -237,17 +237,19 @@ def random_numbers_of_first(grid: Grid, axes: Sequence[str]) -> Iterator[None]:
                 module.set_rng_state(state)
 
 
-def require_same(what: str, number: int, grid: Grid, axes: Sequence[str]) -> None:
-    """Compare a number over axes; every rank raises or none does.
+def require_same(
+    what: str, number: float | Tensor, grid: Grid, axes: Sequence[str], tolerance: float = 0, instead: str = ""
+) -> None:
+    """Compare a number over axes, with a relative tolerance; every rank raises or none does.
 
     Raises:
         ShardError: it differs.
     """
-    row = torch.tensor([number], dtype=torch.int64, device=grid.device)
+    row = torch.as_tensor(number, device=grid.device).detach().double().view(1)
     for axis in axes:
         row = gather_flat(row, grid.groups[axis])
-    if len(set(row.tolist())) > 1:
-        raise ShardError(f"{what} differs between ranks along {', '.join(axes)}: {row.tolist()}")
+    if row.max() - row.min() > tolerance * (row.abs().max() + tolerance):
+        raise ShardError(f"{what} differs between ranks along {', '.join(axes)}: {row.tolist()}{instead}")
 
 
 def wrong_inputs(batch: Any, device: torch.device, dtensors: bool = False) -> str | None:

@@ -151,7 +151,9 @@ class _Call:
                 adjust = self._adjustments(args, kwargs)
         except (ShardError, TypeError) as error:
             problem = error
-        if (self.loops or self.kept.calls <= _CHECKED_CALLS) and len(self.grid.ranks()) > 1 and not inside:
+        compares = (self.loops or self.kept.calls <= _CHECKED_CALLS) and len(self.grid.ranks()) > 1 and not inside
+        self.params.compares = self.kept.compute if compares and not self.grid.pure else ()
+        if compares:
             try:
                 check_batch(self.grid, self.kept.compute, (args, kwargs, self.model.training), problem and str(problem))
             except ShardError as error:
