@@ -211,6 +211,26 @@ def _fingerprint(batch: Any) -> int:
     return int.from_bytes(hasher.digest(), "little")
 
 
+def _generators(device: torch.device) -> list[Any]:
+    return [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """Where torch's generators are, that of the CPU and that of the device."""
+    return [module.get_rng_state() for module in _generators(device)]
+
+
+def require_same_draws(since: Sequence[Tensor], grid: Grid, axes: Sequence[str]) -> None:
+    """Check that ranks along axes draw alike, if torch's generators have been used `since` they were there.
+
+    Raises:
+        ShardError: they were elsewhere on another rank.
+    """
+    drawn = not all(map(torch.equal, since, random_states(grid.device)))
+    what = "apply: the forward draws random numbers (as dropout does), and the state of torch's generator"
+    require_same(what, drawn * _fingerprint(since), grid, axes, instead=SAME_SAMPLES)
+
+
 @contextmanager
 def random_numbers_of_first(grid: Grid, axes: Sequence[str]) -> Iterator[None]:
     """Within it torch's generators are those of the first rank along `axes`.
@@ -220,9 +240,7 @@ def random_numbers_of_first(grid: Grid, axes: Sequence[str]) -> Iterator[None]:
     if grid.pure or not axes:
         yield
         return
-    device = grid.device.type
-    modules: list[Any] = [torch] if device == "cpu" else [torch, torch.get_device_module(device)]
-    states = [module.get_rng_state() for module in modules]
+    modules, states = _generators(grid.device), random_states(grid.device)
     for module, state in zip(modules, states, strict=True):
         first = state.to(grid.device)
         for axis in axes:
@@ -237,6 +255,12 @@ def random_numbers_of_first(grid: Grid, axes: Sequence[str]) -> Iterator[None]:
                 module.set_rng_state(state)
 
 
+SAME_SAMPLES = (
+    ". They work on the same samples and draw the same numbers: load inputs and targets by sf.data.rank(mesh), and "
+    "write torch.manual_seed(seed + sf.data.rank(mesh)[0]) instead of seed + rank"
+)
+
+
 def require_same(
     what: str, number: float | Tensor, grid: Grid, axes: Sequence[str], tolerance: float = 0, instead: str = ""
 ) -> None:
@@ -245,10 +269,10 @@ def require_same(
     Raises:
         ShardError: it differs.
     """
-    row = torch.as_tensor(number, device=grid.device).detach().double().view(1)
+    row = torch.as_tensor(number, device=grid.device).detach().view(1)
     for axis in axes:
         row = gather_flat(row, grid.groups[axis])
-    if row.max() - row.min() > tolerance * (row.abs().max() + tolerance):
+    if (apart := row.double()).max() - apart.min() > tolerance * (apart.abs().max() + tolerance):
         raise ShardError(f"{what} differs between ranks along {', '.join(axes)}: {row.tolist()}{instead}")
 
 

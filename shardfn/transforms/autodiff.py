@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardfn import _torch
-from shardfn.comm import BucketOnGrid, FreshBuffers, into_losses, leaf_spec, pmean_of_losses, pvary, require_same
+from shardfn.comm import (
+    SAME_SAMPLES,
+    BucketOnGrid,
+    FreshBuffers,
+    into_losses,
+    leaf_spec,
+    pmean_of_losses,
+    pvary,
+    require_same,
+)
 from shardfn.context import active_transforms
 from shardfn.engine import Gradients
 from shardfn.layout import Grid, Plan, grid_of, has_derivatives, may_be_differentiated
@@ -33,10 +42,6 @@ _CANNOT = (  # what torch says of DTensors, the last in forward mode
 _WEIGHT = (
     'Take a weight in a loss, beside apply, from sf.gather(params)["name"] (a penalty of all of them: '
     "sf.tree.dot(params, params))"
-)
-_SAME_LOSS = (
-    ". They work on the same samples and draw the same random numbers: load inputs and targets by sf.data.rank(mesh), "
-    "and write torch.manual_seed(seed + sf.data.rank(mesh)[0]) instead of seed + rank"
 )
 _NOTHING = "value_and_grad: the argument holds no floating tensor that may be differentiated (argnums)"
 LossOf = Callable[[Sequence[Any]], tuple[Any, Any]]  # of what is differentiated: the loss and aux
@@ -74,7 +79,8 @@ def value_and_grad(
         parameters and those the loss does not depend on have zeros.
 
     Raises:
-        ShardError: the loss is not a scalar; it depends on no leaf at all, unless it is part of another one.
+        ShardError: the loss is not a scalar; it depends on no leaf at all, unless it is part of another one; on the
+            first two calls of `apply` in it, it differs between ranks of a compute axis.
         TypeError: an argument holds nothing to differentiate.
 
     Communication: what `apply` needs, and one all-reduce of a scalar a data axis for the loss.
@@ -164,7 +170,7 @@ def _by_autograd(loss_of: LossOf, primals: Sequence[Any], beside: Sequence[Any],
             here.require_varying(loss, [axis for axis in tree.plan.roles.data if tree.plan.axes[axis] > 1])
             if here.used is not None and here.used.compares:
                 grid, eps = grid_of(tree.mesh, tree.plan.roles.storage), torch.finfo(loss.dtype).eps
-                require_same("value_and_grad: the loss", loss, grid, here.used.compares, eps**0.5, _SAME_LOSS)
+                require_same("value_and_grad: the loss", loss, grid, here.used.compares, eps**0.5, SAME_SAMPLES)
     if not connected and (owner is None or here.around or here.meets_others or _is_asked_for(beside)):
         connected = torch.is_grad_enabled() and active_transforms.reaches_others(_tensors((loss, aux)), here.own())
         _require_reduction(reduce if connected else "mean", owner)

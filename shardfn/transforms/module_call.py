@@ -19,7 +19,15 @@ from torch.distributed.tensor import DTensor
 
 from shardfn import _torch
 from shardfn.binding import Forward, InnerCall, ModelBinding, Wiring, call_now, escaped, goes_around, has_attribute
-from shardfn.comm import all_gather_invariant, check_batch, random_numbers_of_first, weighed, wrong_inputs
+from shardfn.comm import (
+    all_gather_invariant,
+    check_batch,
+    random_numbers_of_first,
+    random_states,
+    require_same_draws,
+    weighed,
+    wrong_inputs,
+)
 from shardfn.context import derivatives_asked_for, note_tree, recording, requires_grad
 from shardfn.engine import Borrowed, Session, recomputed
 from shardfn.layout import Grid, Plan, class_of, decide, first_match, grid_of, submodule, unwrapped
@@ -71,8 +79,9 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
         what the method returns; floating tensors in `output_dtype`.
 
     Raises:
-        ShardError: the tree is not this model's; inputs on another device; on the first two calls, inputs that differ
-            between ranks of a compute axis; on the first call, sizes that do not fit the local parts, with the module.
+        ShardError: the tree is not this model's; inputs on another device; on the first two calls, inputs or random
+            numbers that differ between ranks of a compute axis; on the first call, sizes that do not fit the local
+            parts, with the module.
         TypeError: not a module, or not a tree made by `shard`.
 
     Communication: one all-gather a bucket and data axis when the unit before it begins, and again in its backward
@@ -102,7 +111,11 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     try:
         adjust = call.prepare(args, kwargs)
         args, kwargs = wiring.cast_inputs(params.plan, (args, kwargs))
+        draws = params.compares and not call.loops  # which takes the numbers of the first rank
+        since = random_states(call.grid.device) if draws else []
         output = call.run(adjust, args, kwargs)
+        if draws:
+            require_same_draws(since, call.grid, params.compares)
         return wiring.cast_floats(output, params.plan.policy.output_dtype)
     finally:
         if outermost:

@@ -1,6 +1,7 @@
 """Mistakes that a new user makes: what each error says to write is put in, and the program runs."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -463,9 +464,30 @@ def test_a_mistake_of_one_rank_says_what_to_write(mesh: DeviceMesh, tmp_path: Pa
     with pytest.raises(sf.ShardError, match=r"load batches by sf\.data\.rank\(mesh\)"):
         sf.apply(model, params, X + mesh.get_rank())
     sf.apply(model, params, X + sf.data.rank(mesh)[0])
+    targets = X * (1 + mesh.get_rank())
+    far = sf.value_and_grad(lambda params, x, y: (sf.apply(model, params, x) - y).square().mean())
+    with pytest.raises(sf.ShardError, match=r"the loss differs .* load inputs and targets by sf\.data\.rank\(mesh\)"):
+        far(_tree(mesh, model), X, targets)
+    far(_tree(mesh, model), X, X * (1 + sf.data.rank(mesh)[0]))
     with pytest.raises(TypeError, match=r"write save\(path, tree\)"):
         sf.checkpoint.save(untyped(params), str(tmp_path / "step-1"))
     sf.checkpoint.save(str(tmp_path / "step-1"), params)
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_other_seeds_along_tp_say_what_to_write(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*_mlp(), nn.Dropout(0.5))
+    torch.manual_seed(mesh.get_rank())  # as data parallel scripts do
+    params = _tree(mesh, model)
+    trained = sf.Trainer(deepcopy(model), mesh, sf.Policy(rules=RULES))
+    for call in (_loss(model), sf.value_and_grad(_loss(model)), lambda _, x: trained(x)):
+        with pytest.raises(sf.ShardError, match=r"write torch\.manual_seed\(seed \+ sf\.data\.rank\(mesh\)\[0\]\)"):
+            call(params, X)
+    sf.apply(model.eval(), params, X)  # draws none
+    model.train()
+    torch.manual_seed(7 + sf.data.rank(mesh)[0])
+    sf.value_and_grad(_loss(model))(_tree(mesh, model), X)
 
 
 @on_meshes({"fsdp": 2})
