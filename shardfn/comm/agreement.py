@@ -166,6 +166,13 @@ def _first_difference(described: Told) -> str:
     return "their settings differ"
 
 
+SAME_SAMPLES = (
+    ". They work on the same samples and draw the same numbers: load inputs and targets by sf.data.rank(mesh), which "
+    "counts data axes only, write torch.manual_seed(seed + sf.data.rank(mesh)[0]) instead of seed + rank, and make the "
+    "same calls on all ranks, not on the first one alone"
+)
+
+
 def check_batch(grid: Grid, compute: Sequence[str], batch: Any, problem: str | None) -> None:
     """Compare a batch over the compute axes, and problems over all of them; every rank raises or none does.
 
@@ -185,18 +192,11 @@ def check_batch(grid: Grid, compute: Sequence[str], batch: Any, problem: str | N
     if grid.pure:  # one process has the batches of all ranks
         parts = (pytree.tree_map(partial(part_of_rank, rank=rank), batch) for rank in grid.ranks())
         prints = [*map(_fingerprint, parts)]
-    prints_at = dict(zip((tuple(grid.coords_of(rank).values()) for rank in grid.ranks()), prints, strict=True))
     for axis in compute:
-        number = list(grid.sizes).index(axis)
-        odd = [where for where in prints_at if prints_at[where] != prints_at[*where[:number], 0, *where[number + 1 :]]]
-        if odd:
-            coords = odd[0] if grid.pure else grid.coords.values()
-            where = ", ".join(f"{name}={coord}" for name, coord in zip(grid.sizes, coords, strict=True))
-            why = f"apply: the inputs differ between ranks along '{axis}' (this is {where}). Those ranks work on the"
-            raise ShardError(
-                f"{why} same samples; load batches by sf.data.rank(mesh), which counts data "
-                "axes only, and make the same calls on all ranks, not on the first one alone"
-            )
+        of_group: dict[Any, int] = {}
+        groups = (tuple((grid.coords_of(rank) | {axis: 0}).items()) for rank in grid.ranks())
+        if any(of_group.setdefault(group, x) != x for group, x in zip(groups, prints, strict=True)):
+            raise ShardError(f"apply: the inputs differ between ranks along '{axis}'{SAME_SAMPLES}")
 
 
 def _fingerprint(batch: Any) -> int:
@@ -253,12 +253,6 @@ def random_numbers_of_first(grid: Grid, axes: Sequence[str]) -> Iterator[None]:
         for module, state, differs in zip(modules, states, differ, strict=True):
             if differs:
                 module.set_rng_state(state)
-
-
-SAME_SAMPLES = (
-    ". They work on the same samples and draw the same numbers: load inputs and targets by sf.data.rank(mesh), and "
-    "write torch.manual_seed(seed + sf.data.rank(mesh)[0]) instead of seed + rank"
-)
 
 
 def require_same(

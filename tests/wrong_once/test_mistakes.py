@@ -461,7 +461,7 @@ def test_a_mistake_of_one_rank_says_what_to_write(mesh: DeviceMesh, tmp_path: Pa
     torch.manual_seed(0)
     model = _mlp()
     params = _tree(mesh, model)
-    with pytest.raises(sf.ShardError, match=r"load batches by sf\.data\.rank\(mesh\)"):
+    with pytest.raises(sf.ShardError, match=r"load inputs and targets by sf\.data\.rank\(mesh\)"):
         sf.apply(model, params, X + mesh.get_rank())
     sf.apply(model, params, X + sf.data.rank(mesh)[0])
     targets = X * (1 + mesh.get_rank())
