@@ -42,7 +42,6 @@ How = Literal["divide", "multiply", "sum", "take", "own", "vary"]
 Place = tuple[tuple[CodeType, int], ...]  # the innermost first
 Changed = Callable[[Any, "Amendment"], Any]
 
-_FORWARD = ForwardStandIn.__call__.__code__
 _BETWEEN = ("__torch_function__", "handle_torch_function")
 _AGAIN = ("torch.utils.checkpoint", "torch.autograd.function")
 
@@ -65,7 +64,7 @@ _NESTED = (tuple, list, dict, slice)
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     """The frames of users and of torch, from a call of torch to the forward of the module that makes it."""
-    while frame is not None and frame.f_code is not _FORWARD:
+    while frame is not None and frame.f_code not in _BEGINS:
         ours = frame.f_globals.get("__name__", "").startswith("shardfn.")
         if not ours and frame.f_code.co_name not in _BETWEEN:
             yield frame
@@ -147,9 +146,14 @@ def amending(amendments: Iterable[Amendment], changed: Changed) -> Around:
     for amendment in sorted(amendments, key=lambda amendment: amendment[2:]):
         table.setdefault(amendment.place, []).append(amendment)
 
-    def forward(inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        mode = _Amending(table, changed)
-        with holding(_INNERMOST, mode), mode:
-            return inner(*args, **kwargs)
+    return goes_around(_amended, table, changed)
 
-    return goes_around(forward)
+
+def _amended(table: Mapping[Place, Any], changed: Changed, inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    mode = _Amending(table, changed)
+    with holding(_INNERMOST, mode), mode:
+        return inner(*args, **kwargs)
+
+
+# Above either of them nothing counts for a place: a unit that computes again has frames of torch around the second.
+_BEGINS = (ForwardStandIn.__call__.__code__, _amended.__code__)

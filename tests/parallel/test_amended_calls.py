@@ -225,10 +225,41 @@ def test_ranks_get_what_one_process_gets(mesh: DeviceMesh, regather: bool) -> No
     policy = OF_ATTENTION | sf.Policy(regather=regather, units="blocks.*")
     params, each = sf.shard(model, mesh, policy), len(x) // mesh["fsdp"].size()
     mine = x[each * mesh.get_local_rank("fsdp") :][:each]
-    loss, grads = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().mean())(params, mine)
+
+    def mean_square(params: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, params, x).square().mean()
+
+    loss, grads = sf.value_and_grad(mean_square)(params, mine)
+    again = torch.func.grad(mean_square)(params, mine)  # a unit that computes again is amended again
     expected = model(x).square().mean()
     expected.backward()
     assert_parity({"loss": loss}, {"loss": expected.detach()})
+    for found in (grads, again):
+        assert_parity(sf.gather(found), {name: p.grad for name, p in model.named_parameters()})
+
+
+class Queries(nn.Module):
+    """One key for two queries, which a rank that has one query repeats as often as one process does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.o = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 2), nn.Linear(4, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (linear(x).unflatten(-1, (-1, 2)).transpose(1, 2) for linear in (self.q, self.k))
+        k = k.repeat_interleave(2, 1)
+        return self.o((q @ k.transpose(-1, -2) @ k).transpose(1, 2).flatten(2))
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_a_key_is_repeated_alike_when_a_unit_computes_again(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Queries()).double(), _x()
+    rules = {"0.q.weight": "(q@tp d) c@fsdp", "0.k.weight": "(k@tp? d) c@fsdp", "0.o.weight": "c@fsdp (q@tp d)"}
+    params = sf.shard(model, mesh, sf.Policy(rules=rules, sizes={"d": 2}, units="0"))
+    (mine,) = sf.data.local_batch((x,), mesh)
+    grads = torch.func.grad(lambda p, x: sf.apply(model, p, x).square().mean())(params, mine)
+    model(x).square().mean().backward()
     assert_parity(sf.gather(grads), {name: p.grad for name, p in model.named_parameters()})
 
 
