@@ -13,7 +13,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _WIDTH = 60  # columns of a terminal that a picture may take
 _MAX_ROWS = 12
-_MAX_TILES = 48
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -39,12 +38,6 @@ class _Strip:
     cuts: tuple[int, ...]
     held: tuple[At | None, ...]
     labels: tuple[tuple[str, int, int], ...]  # text, start, stop
-
-    @property
-    def lengths(self) -> list[int]:
-        """Indices of each segment; 0 for a gap, which takes the least room."""
-        sizes = [stop - start for start, stop in pairwise(self.cuts)]
-        return [size if at is not None else 0 for size, at in zip(sizes, self.held, strict=True)]
 
     def short(self, most: int) -> "_Strip":
         """At most `most` segments: the first ones, a gap, the last one."""
@@ -85,14 +78,6 @@ def _cells(rows: _Strip, columns: _Strip, ys: Sequence[Any], xs: Sequence[Any]) 
     return product(zip(rows.held, pairwise(ys), strict=True), zip(columns.held, pairwise(xs), strict=True))
 
 
-def _scaled(lengths: Sequence[int], least: int, total: int) -> list[int]:
-    """Integers proportional to `lengths`, each at least `least`, that sum to `total` where that is possible."""
-    out = [max(least, total * length // max(sum(lengths), 1)) for length in lengths]
-    while sum(out) > total and max(out) > least:
-        out[out.index(max(out))] -= 1
-    return out
-
-
 class _Canvas(list[str]):
     """Lines of text that grow as they are written."""
 
@@ -104,7 +89,7 @@ class _Canvas(list[str]):
 
 
 def _draw(view: TensorView) -> list[str]:
-    """The picture of a view: rows down, columns across, the cuts as ticks, ranks in the cells."""
+    """The picture of a view: rows down, columns across, the cuts as ticks, ranks in the cells, which are alike."""
     if not view.numel:
         return ["(empty: there is nothing to hold)"]
     rows, columns = _strips(view)
@@ -115,11 +100,10 @@ def _draw(view: TensorView) -> list[str]:
     names = [_clipped(label, _WIDTH // 3) for label, _, _ in rows.labels]
     left = max(map(len, names)) + 1 + ticks if names else 0
     columns = columns.short(max((_WIDTH - left - 1) // (cell + 1), 3))
-    count = len(columns.held)
-    widths = _scaled(columns.lengths, cell, min(_WIDTH - left - count - 1, 12 * count))
-    heights = _scaled(rows.lengths, 1, 3 * len(rows.held) if len(rows.held) <= 4 else 1)
-    xs = list(accumulate([width + 1 for width in widths], initial=left))
-    ys = list(accumulate([height + 1 for height in heights], initial=2 if columns.labels else 0))
+    width = max(cell, min(12, (_WIDTH - left - 1) // len(columns.held) - 1))
+    height = 3 if len(rows.held) <= 4 else 1
+    xs = [left + i * (width + 1) for i in range(len(columns.cuts))]
+    ys = [(2 if columns.labels else 0) + i * (height + 1) for i in range(len(rows.cuts))]
     canvas = _Canvas()
     _draw_grid(canvas, xs, ys)
     for (row, (top, bottom)), (column, (start, stop)) in _cells(rows, columns, ys, xs):
@@ -241,7 +225,6 @@ def visualize(x: Any, name: str | None = None, *, file: str | os.PathLike[str] |
 # Picture
 
 _EMPTY = "#eef0f3"  # where nothing is shown, or nobody has anything
-_FEW = 12  # ranks with colours of their own choice
 _TILE = (4.4, 3.3)  # inches of a picture with its names
 
 
@@ -253,17 +236,15 @@ def _figure(views: Mapping[str, TensorView]) -> "Figure":
         why = "visualize(file=...) draws with matplotlib, which is missing: pip install shardfn[plot]"
         raise ImportError(why) from None
     groups = _groups(views)
-    shown = groups[:_MAX_TILES]
-    across = min(4, max(ceil(len(shown) ** 0.5), 1))
-    down = max(ceil(len(shown) / across), 1)
+    across = min(4, max(ceil(len(groups) ** 0.5), 1))
+    down = max(ceil(len(groups) / across), 1)
     figure = Figure(figsize=(across * _TILE[0], down * _TILE[1] + 0.3), dpi=144, layout="constrained")
     meshes = "; ".join(dict.fromkeys(f"mesh {view.mesh}" for view, _ in groups if view.axes)) or "no mesh"
-    rest = f"  ({len(groups) - len(shown)} more layouts are not shown)" if len(groups) > len(shown) else ""
-    figure.suptitle(f"{meshes}; the numbers in the cells are ranks{rest}", fontsize=9)
+    figure.suptitle(f"{meshes}; the numbers in the cells are ranks", fontsize=9)
     tiles: Any = figure.subplots(down, across, squeeze=False).flat
-    for tile in tiles[len(shown) :]:
+    for tile in tiles[len(groups) :]:
         tile.set_axis_off()
-    for tile, (view, names) in zip(tiles, shown, strict=False):
+    for tile, (view, names) in zip(tiles, groups, strict=False):
         _draw_tile(tile, view, names)
     return figure
 
@@ -271,7 +252,7 @@ def _figure(views: Mapping[str, TensorView]) -> "Figure":
 def _draw_tile(tile: "Axes", view: TensorView, names: Sequence[str]) -> None:
     """The cells of one view, in the colours of their ranks, with ticks at the cuts."""
     rows, columns = (strip.short(10) for strip in _strips(view))
-    xs, ys = _laid_out(columns), _laid_out(rows)
+    xs, ys = ([i / max(len(strip.held), 1) for i in range(len(strip.cuts))] for strip in (columns, rows))
     for (row, (top, bottom)), (column, (left, right)) in _cells(rows, columns, ys, xs) if view.numel else ():
         ranks = view.owners((*row, *column)) if row is not None and column is not None else []
         colours = _colours(ranks[:: max(ceil(len(ranks) / 16), 1)], max(view.ranks)) if ranks else [_EMPTY]
@@ -292,17 +273,8 @@ def _draw_tile(tile: "Axes", view: TensorView, names: Sequence[str]) -> None:
     tile.set_title("\n".join(_clipped(line, 80) for line in lines), loc="left", fontsize=6.5, family="monospace")
 
 
-def _laid_out(strip: _Strip) -> list[float]:
-    """Where the cuts of a strip are drawn, from 0 to 1; a gap takes a twelfth."""
-    total = max(sum(strip.lengths), 1)
-    steps = [total / 12 if at is None else float(length) for length, at in zip(strip.lengths, strip.held, strict=True)]
-    return [at / max(sum(steps), 1.0) for at in accumulate(steps, initial=0.0)]
-
-
 def _colours(ranks: Sequence[int], last: int) -> list[Any]:
     """A light colour of its own for each rank, of those up to the last one."""
     from matplotlib import colormaps
 
-    if last < _FEW:
-        return [colormaps["Set3"](rank) for rank in ranks]
     return [colormaps["hsv"](rank / (last + 1), alpha=0.5) for rank in ranks]

@@ -142,13 +142,6 @@ class TensorView:
         rest = [dim for dim, size in enumerate(self.shape) if size != 1 and dim not in split]
         return tuple(sorted((split + rest)[:2]))
 
-    @cached_property
-    def idle(self) -> list[int]:
-        """Ranks that hold nothing, because a dim has fewer indices than parts."""
-        known = [{segment.at for segment in side} for side in self.segments if len(side) < _MAX_SEGMENTS]
-        holders = [{rank for at in places for rank in self.owners(at)} for places in known]
-        return [rank for rank in self.ranks if not all(rank in ranks for ranks in holders)]
-
     @property
     def notes(self) -> list[str]:
         """What the picture does not show."""
@@ -160,8 +153,6 @@ class TensorView:
                 notes.append(f"dim {dim} ({label}) is split too: the ranks of a cell hold its slices, in order")
         if self.pending:
             notes.append(f"+{','.join(self.pending)}: the ranks of a cell hold terms of a pending sum")
-        if self.idle and self.numel:
-            notes.append(f"nothing on {'rank' if len(self.idle) == 1 else 'ranks'} {ranks_text(self.idle)}")
         return notes
 
     @property

@@ -129,7 +129,6 @@ def test_cells_are_what_the_ranks_hold(axes: dict[str, int]) -> None:
                 drawn[rank] += part.flatten().tolist()
         for rank in range(4):
             assert sorted(drawn[rank]) == actual[rank][name], (name, rank)
-        assert view.idle == [rank for rank in range(4) if not actual[rank][name]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -319,8 +318,7 @@ def test_picture_of_a_matrix() -> None:
         "            │            │            │            │\n"
         "            │     1      │     3      │     5      │\n"
         "            │            │            │            │\n"
-        "          8 └────────────┴────────────┴────────────┘\n"
-        "nothing on ranks 6,7"
+        "          8 └────────────┴────────────┴────────────┘"
     )
 
 
@@ -330,9 +328,9 @@ def test_picture_of_a_vector_and_of_a_scalar() -> None:
     vector, scalar, empty = visualize(plan).split("\n\n")
     assert vector.splitlines()[2:6] == [
         "          5@fsdp",
-        "0              3         5",
-        "┌──────────────┬─────────┐",
-        "│              │         │",
+        "0            3            5",
+        "┌────────────┬────────────┐",
+        "│            │            │",
     ]
     assert "0,2" in vector and "1,3" in vector
     assert "0-3" in scalar and scalar.startswith("s\nf32[]  scalar  on replicate=2, fsdp=2\n┌─")
