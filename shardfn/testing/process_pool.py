@@ -151,18 +151,13 @@ class Failure(NamedTuple):
 
     @staticmethod
     def of(exc: BaseException, text: str | None = None, is_echo: bool = False) -> Failure:
-        line = _shortened("".join(traceback.format_exception_only(type(exc), exc)).strip().split("\n")[0], 300)
+        line = "".join(traceback.format_exception_only(type(exc), exc)).strip().split("\n")[0]
         kinds = tuple(map(class_name, type(exc).__mro__))
         is_broken = is_of_peers(exc) or is_of_peers(exc.__cause__)
         payload = b""
         with contextlib.suppress(Exception):
             payload = pickle.dumps(exc)
         return Failure(line, str(exc), text or _traceback_text(exc), kinds, payload, is_echo or is_broken)
-
-    @property
-    def place(self) -> str:
-        """Equal for failures of one type at one place, which are shown together."""
-        return "\n".join([self.kinds[0], *(line for line in self.text.split("\n") if line.startswith("  File "))])
 
     def load(self) -> BaseException:
         with contextlib.suppress(Exception):
@@ -179,23 +174,11 @@ def class_name(kind: type) -> str:
 
 
 def _traceback_text(exc: BaseException) -> str:
-    """The traceback below this file, with the local variables of a bare `assert`, which says nothing by itself."""
+    """The traceback below this file."""
     trace = exc.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    text = "".join(traceback.format_exception(type(exc), exc, trace)).rstrip()
-    if not isinstance(exc, AssertionError) or exc.args:
-        return text
-    *_, (frame, _) = traceback.walk_tb(trace)
-    lines: list[str] = []
-    for name, value in frame.f_locals.items():
-        with contextlib.suppress(Exception):
-            lines.append(f"\n    {name} = {_shortened(' '.join(repr(value).split()), 200)}")
-    return "\n  where".join([text, "".join(lines)]) if lines else text
-
-
-def _shortened(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
+    return "".join(traceback.format_exception(type(exc), exc, trace)).rstrip()
 
 
 def _dump(what: str, value: Any) -> bytes:
@@ -227,7 +210,7 @@ def _serve(conn: multiprocessing.connection.Connection, rank: int, ranks: int, d
     gc.freeze()  # what is loaded stays: no collection looks at it again
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     stack = open(_stack_path(directory, rank), "w")  # open for as long as the process lives
-    faulthandler.enable(file=stack)  # on SIGABRT, SIGSEGV and their like
+    faulthandler.enable()  # writes stacks to stderr on SIGABRT, SIGSEGV and their like
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     torch.set_num_threads(1)
     _this_rank.append(rank)
@@ -366,10 +349,7 @@ class _Team:
         process.join(5)
         code = process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        error = ChildProcessError(f"the process of rank {rank} {how} before it answered")
-        path = _stack_path(self.directory, rank)
-        stack = _stack_of(path.read_text()) if path.exists() else ""
-        return Failure.of(error, text=f"{error}; the rank was here:\n{stack}" if stack else str(error))
+        return Failure.of(ChildProcessError(f"the process of rank {rank} {how} before it answered"))
 
     def _hung(self, late: Sequence[int], seconds: float) -> dict[int, Answer]:
         for rank in late:
@@ -398,21 +378,16 @@ class _Team:
 
 
 def _read_stack(path: Path) -> str:
-    """The stack below this file that faulthandler writes after SIGUSR1; waits until there is one, and it is whole."""
+    """The stack below this file, without addresses, that faulthandler writes after SIGUSR1; waits until it is whole."""
     text = ""
     for _ in range(40):
         time.sleep(0.05)
         previous, text = text, path.read_text()
         if text and text == previous:
             break
-    return _stack_of(text) or "(no stack: the process is stopped, or blocks signals)"
-
-
-def _stack_of(text: str) -> str:
-    """What faulthandler wrote, without addresses, names of extensions, and what this file does."""
     threads = (thread.partition(f'  File "{__file__}"')[0].rstrip() for thread in text.split("\n\n"))
-    threads = (thread for thread in threads if not thread.startswith("Extension modules:"))
-    return re.sub(r"0x\w+ ", "", "\n".join(threads))
+    stack = re.sub(r"0x\w+ ", "", "\n".join(threads))
+    return stack or "(no stack: the process is stopped, or blocks signals)"
 
 
 # One team per group size, made on demand; they live as long as the interpreter.

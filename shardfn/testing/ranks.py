@@ -205,10 +205,8 @@ def _raise_failures(name: str, answers: Sequence[Answer], headline: str | None =
     lines = [headline or f"{name} failed on rank {ordered[0]} of {len(answers)}: {failures[ordered[0]].line}"]
     groups: dict[str, list[int]] = {}
     for rank in ordered:
-        groups.setdefault(failures[rank].place, []).append(rank)
-    for first, *others in groups.values():
-        lines.append(f"\n--- rank {', '.join(map(str, [first, *others]))} ---\n{failures[first].text}")
-        lines += [f"rank {r}: {failures[r].line}" for r in others if failures[r].line != failures[first].line]
+        groups.setdefault(re.sub(r"\]:\d+", "]", failures[rank].text), []).append(rank)  # but for gloo's ports
+    lines += [f"\n--- rank {', '.join(map(str, alike))} ---\n{text}" for text, alike in groups.items()]
     returned = [str(rank) for rank in range(len(answers)) if rank not in failures]
     if returned:
         lines.append(f"\n--- rank {', '.join(returned)} ---\nreturned")

@@ -107,6 +107,10 @@ def fail_all() -> None:
     raise KeyError(f"key {dist.get_rank()}")
 
 
+def fail_alike() -> None:
+    raise KeyError("key")
+
+
 def fail_some() -> int:
     if dist.get_rank() % 2:
         raise ValueError("odd")
@@ -123,11 +127,6 @@ def fail_chain() -> None:
         raise ValueError("the cause")
     if dist.get_rank() == 0:  # looks as if the peer were to blame, and is lower
         raise RuntimeError("Connection closed by peer [127.0.0.1]:12345")
-
-
-def bare_assert() -> None:
-    number = dist.get_rank() * 0 + 41
-    assert number == 42
 
 
 def leave() -> None:
@@ -304,18 +303,13 @@ def test_a_lower_rank_that_lost_its_connection_is_not_the_cause() -> None:
     assert str(info.value).endswith("--- rank 1, 3 ---\nreturned")
 
 
-def test_equal_places_are_shown_once() -> None:
+def test_equal_tracebacks_are_shown_once() -> None:
+    with pytest.raises(RankError, match="failed on rank 0 of 4: KeyError: 'key'") as info:
+        run(fail_alike)
+    assert str(info.value).count("Traceback") == 1 and "--- rank 0, 1, 2, 3 ---" in str(info.value)
     with pytest.raises(RankError, match="failed on rank 0 of 4: KeyError: 'key 0'") as info:
         run(fail_all)
-    message = str(info.value)
-    assert message.count("Traceback") == 1
-    assert "--- rank 0, 1, 2, 3 ---" in message
-    assert message.endswith("rank 1: KeyError: 'key 1'\nrank 2: KeyError: 'key 2'\nrank 3: KeyError: 'key 3'")
-
-
-def test_a_bare_assert_shows_its_variables() -> None:
-    with pytest.raises(RankError, match=r"assert number == 42(.|\n)*where\n    number = 41"):
-        run(bare_assert, ranks=2)
+    assert str(info.value).count("Traceback") == 4 and str(info.value).endswith("KeyError: 'key 3'")
 
 
 def test_sys_exit_is_an_error_like_others() -> None:
@@ -397,8 +391,6 @@ def test_a_rank_that_dies_is_named_at_once(how: str, text: str) -> None:
         run(die_on, 2, how, timeout=100)
     assert time.monotonic() - started < 50
     assert isinstance(info.value.__cause__, ChildProcessError)
-    where = str(info.value).partition("Fatal Python error: Aborted")[2].partition("---")[0]
-    assert ("in die_on" in where) == (how == "abort")
 
 
 @pytest.mark.slow
