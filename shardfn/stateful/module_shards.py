@@ -22,7 +22,7 @@ from shardfn._torch import buffers_of, children_of, dtypes_of, parameters_of, re
 from shardfn.binding import with_tables
 from shardfn.checkpoint import directories
 from shardfn.comm import buckets
-from shardfn.layout import CLASS, OWN, Grid, Layout, Plan, Policy, Reduction, grid_of, note_shard, submodule, unwrapped
+from shardfn.layout import CLASS, OWN, Grid, Plan, Policy, Reduction, grid_of, note_shard, submodule, unwrapped
 from shardfn.notation import ShardError, raise_problems
 from shardfn.params import Params, initialize
 from shardfn.stateful.torch_optimizers import REPLACED, SHARD, SUCCESSOR, watch_optimizers
@@ -255,32 +255,26 @@ def _misfits(model: nn.Module, mesh: DeviceMesh, plan: Plan, params: Params) -> 
     grid = grid_of(mesh, plan.roles.storage)
     for name in dict.fromkeys((*plan.layouts, *params.plan.layouts)):
         mine, theirs = plan.layouts.get(name), params.plan.layouts.get(name)
-        if mine is None or theirs is None or any(leaf.name not in params for leaf in theirs.leaves):
+        if mine is None or theirs is None:
             yield f"'{name}' is not in the {'model' if mine is None else 'tree'}"
-        elif theirs.shape != mine.shape or theirs.aliases != mine.aliases:
-            yield f"'{name}' is {_said(theirs)} in the tree, {_said(mine)} in the model"
-        elif not theirs.stored_as(mine):
-            yield f"'{name}' is laid out as '{theirs.rule}' in the tree, the policy says '{mine.rule}'"
+        elif theirs.shape != mine.shape or not theirs.stored_as(mine):
+            needed = f"{mine.shape} as '{mine.rule}'"
+            yield f"'{name}' is {theirs.shape} as '{theirs.rule}' in the tree, and the model needs {needed}"
         else:
-            yield from filter(None, (_misfit(plan, grid, leaf.name, params[leaf.name]) for leaf in mine.leaves))
+            yield from filter(None, (_misfit(plan, grid, leaf.name, params.get(leaf.name)) for leaf in mine.leaves))
     for name, _ in model.named_buffers(remove_duplicate=False):
         if name not in params.buffers:
             yield f"buffer '{name}' is not in the tree"
 
 
-def _said(layout: Layout) -> str:
-    return f"of shape {layout.shape}" + (f" and also called {list(layout.aliases)}" if layout.aliases else "")
-
-
 def _misfit(plan: Plan, grid: Grid, name: str, leaf: object) -> str | None:
     """Why a tensor is not a leaf of a plan."""
-    want = buckets.leaf_spec(plan, grid, name)
     if not isinstance(leaf, DTensor):
-        return f"'{name}' is not sharded in the tree: {type(leaf).__name__}"
-    if leaf.placements != want.placements or leaf.device_mesh != want.mesh or leaf.shape != want.shape:
-        return f"'{name}' is {tuple(leaf.shape)}, {leaf.placements} on {leaf.device_mesh} in the tree"
-    dtype = plan.leaves[name][0].dtype
-    return f"'{name}' is {leaf.dtype} in the tree, {dtype} in the model" if leaf.dtype != dtype else None
+        return f"'{name}' is {'not there' if leaf is None else f'no shard but a {type(leaf).__name__}'}"
+    want = buckets.leaf_spec(plan, grid, name)
+    have = tuple(leaf.shape), leaf.dtype, leaf.placements, leaf.device_mesh
+    needed = tuple(want.shape), plan.leaves[name][0].dtype, want.placements, want.mesh
+    return None if have == needed else f"'{name}' is {have}, and its model needs {needed}"
 
 
 def adopt(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> ModuleShards:
@@ -292,12 +286,8 @@ def adopt(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> ModuleShards:
     held = ModuleShards(model, plan, mesh)
     grid = grid_of(mesh, plan.roles.storage)
     for name, leaf in held.leaves().items():
-        want = buckets.leaf_spec(plan, grid, name)
-        if not isinstance(leaf, DTensor):
-            raise ShardError(f"'{name}' is not sharded: it was added, or replaced, after the model was wrapped")
-        if leaf.placements != want.placements or leaf.device_mesh != want.mesh:
-            have = f"{leaf.placements} on {leaf.device_mesh}"
-            raise ShardError(f"'{name}' is {have}, and its model needs {want.placements} on {want.mesh}")
+        if (why := _misfit(plan, grid, name, leaf)) is not None:
+            raise ShardError(f"{why}: it was added, or replaced, after the model was wrapped")
     return held
 
 
