@@ -112,11 +112,10 @@ def from_transformers(
     if sequence_parallel:
         if axis is None:
             raise ShardError("from_transformers(sequence_parallel=True, axis=None): no axis to split activations over")
-        blocks: Any = _lists_of_blocks(base) if policy.units == "auto" else policy.units
-        if not blocks:
-            why = f"from_transformers(sequence_parallel=True): {type(base).__name__} has no list of like blocks"
+        if policy.units == "auto":
+            why = f"from_transformers(sequence_parallel=True): {type(base).__name__} names no blocks"
             raise ShardError(f"{why}; say between which modules: Policy(acts={{'layers.*': 'b s@{axis} ...'}})")
-        policy |= Policy(acts=dict.fromkeys(blocks, f"b s@{axis}? ..."))
+        policy |= Policy(acts=dict.fromkeys(policy.units, f"b s@{axis}? ..."))
     return _below(path, policy) if path else policy
 
 
@@ -449,17 +448,6 @@ def _block_modules(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if class_of(module).__name__ in classes and re.search(r"\.\d+$", name)
     ]
-
-
-def _lists_of_blocks(model: nn.Module) -> list[str]:
-    """The members of the outermost lists of like modules, when these have modules of their own."""
-    patterns: list[str] = []
-    for path, module in model.named_modules():
-        members = list(module) if isinstance(module, nn.ModuleList) else []
-        alike = len({class_of(member) for member in members}) == 1 and any(True for _ in members[0].children())
-        if alike and not any(path.startswith(pattern.removesuffix("*")) for pattern in patterns):
-            patterns.append(f"{path}.*")
-    return patterns
 
 
 # -- forwards of modules that need more than their rules ---------------------------------------------------------------
