@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardfn._torch import function_of_custom, wrapped_by
-from shardfn.layout import Policy, batch_with, is_batch_axis, matches
+from shardfn.layout import Policy, batch_with, is_batch_axis
 from shardfn.notation import ShardError, Spec, parse, raise_problems
 
 # Styles of torch that split weights, and those that say how inputs and outputs lie.
@@ -257,11 +257,7 @@ def _rule_of_spec(spec: Any) -> str:
 
 
 def from_parallelize_plan(
-    plan: ParallelStyle | Mapping[str, ParallelStyle],
-    model: nn.Module | None = None,
-    *,
-    axis: str = "tp",
-    data_axis: str | None = "fsdp",
+    plan: ParallelStyle | Mapping[str, ParallelStyle], *, axis: str = "tp", data_axis: str | None = "fsdp"
 ) -> Policy:
     """Rules for what torch's `parallelize_module(model, mesh, plan)` would split.
 
@@ -269,6 +265,7 @@ def from_parallelize_plan(
     over `data_axis`; the collectives between them follow from the rules, and biases from their weights. Modules compute
     with local tensors here, so `use_local_output` makes no difference. A column-parallel output is gathered where it
     leaves the model, whatever its `output_layouts`; to keep logits split, add `Policy(acts={"head": "... vocab@tp"})`.
+    A `RowwiseParallel` with replicated input is taken for an embedding's, any other style for a linear's.
 
     Outputs that a plan splits along the sequence (`SequenceParallel`, `Shard(1)`) become `acts`. Where such values are
     gathered again follows from the modules that read them.
@@ -282,8 +279,6 @@ def from_parallelize_plan(
 
     Args:
         plan: module path (`*`, `?` and `[..]` within a segment) -> style, or one style for the whole model.
-        model: tells linears from embeddings. Without it a `RowwiseParallel` with replicated input is taken for an
-            embedding and a `ColwiseParallel` for a linear.
         axis: the mesh axis of tensor parallelism.
         data_axis: the axis that shards the other dim; None replicates it. One of another name than the usual ones
             (`fsdp`, `dp`, `data`) splits the batch, too: `Policy.batch`.
@@ -293,7 +288,7 @@ def from_parallelize_plan(
 
     Raises:
         ShardError: listing every style that is not served: other layouts, inputs that only here begin to be split,
-            styles of others; with `model`, paths without a linear or an embedding.
+            styles of others.
         TypeError: `plan` is something else.
     """
     styles = {"": plan} if isinstance(plan, ParallelStyle) else plan
@@ -308,15 +303,9 @@ def from_parallelize_plan(
         pattern = _pattern(path)
         if (split := _split_output(style)) is not None:
             acts[pattern] = " ".join([*["_"] * split, f"_@{axis}", "..."])
-        kinds = _kinds(pattern, style, model)
-        if model is not None and not kinds and isinstance(style, _OF_LAYERS):
-            problems.append(f"{path!r}: the model has no nn.Linear or nn.Embedding there")
-        wrong = [why for kind in kinds or ["linear"] for why in _unserved(style, kind)]
-        problems += [f"{path!r}: {why}" for why in dict.fromkeys(wrong)]
-        if len(set(kinds)) > 1:
-            problems.append(f"{path!r}: names linears and embeddings, which are split differently; write two paths")
-        if kinds and not wrong:
-            rules[_pattern(f"{path}.weight" if path else "weight")] = _rule(style, kinds[0], axis, data_axis)
+        problems += [f"{path!r}: {why}" for why in dict.fromkeys(_unserved(style))]
+        if isinstance(style, _OF_LAYERS):
+            rules[_pattern(f"{path}.weight" if path else "weight")] = _rule(style, axis, data_axis)
     raise_problems("from_parallelize_plan", problems)
     return Policy(rules=rules, acts=acts, **batch_with([data_axis] if data_axis is not None else []))
 
@@ -329,31 +318,19 @@ def _pattern(path: str) -> str:
     return "re:" + escaped.replace(r"\*", "[^.]*").replace(r"\?", "[^.]").replace(r"\-", "-")
 
 
-def _kinds(pattern: str, style: Any, model: nn.Module | None) -> list[str]:
-    """ "linear" or "embedding" for every module that a style splits."""
-    if not isinstance(style, _OF_LAYERS):
-        return []
-    if model is None:
-        looked_up = isinstance(style, parallel.RowwiseParallel) and style.input_layouts == (Replicate(),)
-        return ["embedding" if looked_up else "linear"]
-    named = [module for name, module in model.named_modules() if matches(pattern, name)]
-    kinds = {nn.Linear: "linear", nn.Embedding: "embedding"}
-    return [kind for module in named for cls, kind in kinds.items() if isinstance(module, cls)]
-
-
-def _rule(style: ParallelStyle, kind: str, axis: str, data_axis: str | None) -> str:
-    """A linear's weight is [out, in], an embedding's [vocab, c]; column-parallel splits what comes out."""
+def _rule(style: Any, axis: str, data_axis: str | None) -> str:
+    """A linear's weight is [out, in], and column-parallel splits what comes out; an embedding's is [vocab, c]."""
     split, other = f"_@{axis}", f"_@{data_axis}" if data_axis else "_"
-    first = isinstance(style, parallel.ColwiseParallel) == (kind == "linear")
+    first = isinstance(style, parallel.ColwiseParallel) or style.input_layouts == (Replicate(),)
     return f"{split} {other}" if first else f"{other} {split}"
 
 
-def _unserved(style: Any, kind: str) -> Iterator[str]:
+def _unserved(style: Any) -> Iterator[str]:
     """Why a style cannot be honoured."""
     name = type(style).__name__
     if isinstance(style, _OF_LAYERS):
         by_columns = isinstance(style, parallel.ColwiseParallel)
-        inputs = [Replicate(), Shard(1)] if by_columns else [Replicate()] if kind == "embedding" else [Shard(-1)]
+        inputs = [Replicate(), Shard(1)] if by_columns else [Replicate(), Shard(-1)]
         outputs = [Replicate(), Shard(-1)] if by_columns else [Replicate(), Shard(1)]
         yield from _other_layouts(name, "input_layouts", style.input_layouts, inputs)
         yield from _other_layouts(name, "output_layouts", style.output_layouts, outputs)
