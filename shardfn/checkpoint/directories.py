@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardfn._torch import dtensor_spec, pytree, unwrap_local, unwrap_locals, with_local, with_locals, wrap_local
 from shardfn.comm import buckets, flat_memory
 from shardfn.layout import Layout, chunk, grid_of
-from shardfn.notation import ShardError
+from shardfn.notation import ShardError, raise_problems
 from shardfn.params import Params, initialize, is_tree, path_name, sharding
 
 STEP = "step-{:08d}"
@@ -250,9 +250,7 @@ def _require_same(path: str, metadata: Metadata, state: Mapping[str, Tensor], wh
         elif tuple(have.size) != tuple(tensor.shape) or have.properties.dtype != tensor.dtype:
             found = f"{tuple(have.size)} {have.properties.dtype}"
             problems.append(f"'{name}' is {found}, wanted {tuple(tensor.shape)} {tensor.dtype}")
-    if problems:
-        listed = "\n  ".join(problems[:8]) + ("\n  ..." if len(problems) > 8 else "")
-        raise ShardError(f"checkpoint.load: '{path}' does not fit, {len(problems)} leaves:\n  {listed}")
+    raise_problems(f"checkpoint.load: '{path}' does not fit", problems)
 
 
 def _is_first(tree: Any, mesh: DeviceMesh | None) -> bool:

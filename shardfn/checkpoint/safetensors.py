@@ -24,10 +24,8 @@ from shardfn.checkpoint.stored_names import Model, Names, Patchwork, Piece
 from shardfn.checkpoint.tensor_files import BLOCK_BYTES, AnyPath, Described, FilesPlan, TensorFiles, TensorWriter
 from shardfn.comm import agree, empty_shards, failing_together
 from shardfn.layout import Box, Grid, Layout, Leaf, Plan, Policy, blocks, local_boxes, matches, narrowed, per_rank
-from shardfn.notation import ShardError, did_you_mean
+from shardfn.notation import ShardError, did_you_mean, raise_problems
 from shardfn.params import NewTree, Origin, Params, agreed_plan, gather, require_reduced
-
-_MOST = 12  # problems in one message
 
 
 def load_safetensors(
@@ -114,10 +112,7 @@ class _Files:
                 problems += (why for x in patchworks for why in self._misfits(names[0], x, shape, dtype))
             else:
                 problems += self._missing(names)
-        if problems:
-            more = f"\n  and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
-            listed = "\n  ".join(problems[:_MOST])
-            raise ShardError(f"load_safetensors: '{self._path}' does not fit the model:\n  {listed}{more}")
+        raise_problems(f"load_safetensors: '{self._path}' does not fit the model", problems)
         facts = self._origin.facts(not self.partial, self.held)
         return [f"files with the tensors {self.opened.digest}", f"only={self._only}", *facts]
 

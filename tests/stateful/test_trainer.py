@@ -533,7 +533,7 @@ def test_optimizer_states_of_other_dtypes_and_shapes(mesh: DeviceMesh) -> None:
 def test_bad_checkpoints_change_nothing(tmp_path: Path) -> None:
     run_raises(FileNotFoundError, _load_bad, str(tmp_path), "none", match="no checkpoint in", ranks=2)
     run(_load_bad, str(tmp_path), "saved", ranks=2)
-    run_raises(sf.ShardError, _load_bad, str(tmp_path), "other model", match="does not fit, .* leaves", ranks=2)
+    run_raises(sf.ShardError, _load_bad, str(tmp_path), "other model", match="does not fit: ", ranks=2)
     # a save that was killed before its rename is not taken for a checkpoint
     shutil.move(tmp_path / "step-00000000", tmp_path / ".writing-step-00000007")
     run_raises(FileNotFoundError, _load_bad, str(tmp_path), "none", match="no checkpoint in", ranks=2)
