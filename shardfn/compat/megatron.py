@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.compat.fsdp2 import Group, fully_shard
-from shardfn.layout import class_of, default_device_type
+from shardfn.compat.fsdp2 import fully_shard
+from shardfn.layout import default_device_type
 from shardfn.notation import ShardError
 
 # Where Megatron has the classes that become units by default.
@@ -135,10 +135,6 @@ def _asked_for(module: nn.Module) -> set[type[nn.Module]]:
         for cls in listed:
             if not isinstance(cls, type) or not issubclass(cls, nn.Module):
                 raise ShardError(f"{what} lists {cls!r}, which is no class of modules")
-            if Group.has_sharded(inside):
-                raise ShardError(
-                    f"TorchFullyShardedDataParallel: {name!r} ({class_of(inside).__name__}) is sharded already"
-                )
             classes.add(cls)
     return classes
 

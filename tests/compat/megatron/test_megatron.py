@@ -86,7 +86,7 @@ def _options() -> None:
         bad.special.__dict__["_fsdp_modules"] = wrong
         with pytest.raises(sf.ShardError, match=r"_fsdp_modules of 'special' is .*, no list of classes"):
             TorchFullyShardedDataParallel(CONFIG, SimpleNamespace(), bad, WRAP)
-    with pytest.raises(sf.ShardError, match="is sharded already"):
+    with pytest.raises(AssertionError, match="fully_shard has already been applied"):
         TorchFullyShardedDataParallel(CONFIG, SimpleNamespace(), default.module, ())
 
 
