@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardfn import layout
 from shardfn._torch import part_of_rank, unwrap_local
@@ -212,7 +211,6 @@ def save_safetensors(
     params: Params,
     *,
     max_shard_size: int | str = "5GB",
-    metadata: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
     names: Names | None = None,
 ) -> Path:
@@ -239,7 +237,6 @@ def save_safetensors(
         params: a tree with all of its parameters (or averages of them); of buffers the first rank's are written. For
             one file also a tree with some of them, and then no buffers.
         max_shard_size: of one file of a directory, in bytes or as in `"5GB"`; a larger tensor has a file of its own.
-        metadata: what else stands in the headers; default `{"format": "pt"}`, which transformers asks for.
         dtype: of floating tensors in the files; default: their own.
         names: what the model's tensors are called in the files, as in `load_safetensors`.
 
@@ -257,15 +254,15 @@ def save_safetensors(
         raise TypeError(f"save_safetensors: expected a tree made by shard, got {type(params).__name__}")
     plan: Plan | Exception = params.plan
     facts, files, pieces = [f"path '{path}'"], None, {}
-    target, metadata = Path(path), {"format": "pt"} if metadata is None else metadata
+    target = Path(path)
     is_file = target.suffix == ".safetensors"
     try:
         tensors, pieces = _decide(model, params, dtype, names, is_file)
         if is_file:
-            files = FilesPlan((tensor_files.plan_file(target.name, tensors, metadata),), alone=True)
+            files = FilesPlan((tensor_files.plan_file(target.name, tensors),), alone=True)
         else:
             numel = sum(layout.numel for layout in params.plan.layouts.values())
-            files = tensor_files.plan_files(tensors, max_shard_size, metadata, numel)
+            files = tensor_files.plan_files(tensors, max_shard_size, numel)
         facts.append(f"files {files.digest}")
     except Exception as error:  # the other ranks must hear of it before it is raised
         plan = error
@@ -334,21 +331,14 @@ def _written(have: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 def _require_same_model(model: Model, params: Params) -> None:
     """The tree has what the model has."""
-    tensors = layout.named_parameters(model) | layout.named_buffers(model)
-    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
-    tree = {name: x.shape for x in params.plan.layouts.values() for name in x.names}
-    for one in params.plan.layouts.values():  # a Trainer's model has leaves in the places of its parameters
-        for name in one.names:
-            if isinstance(tensors.get(name), DTensor) and shapes[name] == one.leaves[0].shape:
-                shapes[name] = one.shape
+    theirs = {*layout.named_parameters(model), *layout.named_buffers(model)}
+    tree = {name for one in params.plan.layouts.values() for name in one.names}
     if _is_whole(params):
-        tree |= {name: tuple(x.shape) for name, x in params.buffers.items()}
+        tree |= params.buffers.keys()
     else:
-        shapes = {name: shape for name, shape in shapes.items() if name in tree}
-    for name in dict.fromkeys((*shapes, *tree)):
-        if shapes.get(name) != tree.get(name):
-            one, other = (f"of shape {x[name]}" if name in x else "not there" for x in (shapes, tree))
-            raise ShardError(f"save_safetensors: '{name}' is {one} in the model and {other} in the tree")
+        theirs &= tree
+    problems = [f"'{name}' is not in the {'model' if name in tree else 'tree'}" for name in sorted(theirs ^ tree)]
+    raise_problems("save_safetensors: the tree is not of this model", problems)
 
 
 class _Export:

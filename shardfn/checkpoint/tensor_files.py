@@ -216,9 +216,7 @@ class FilesPlan:
         return hashlib.sha256(b"".join(file.header for file in self.files)).hexdigest()[:16]
 
 
-def plan_files(
-    tensors: Mapping[str, Described], max_shard_size: int | str, metadata: Mapping[str, str], parameters: int
-) -> FilesPlan:
+def plan_files(tensors: Mapping[str, Described], max_shard_size: int | str, parameters: int) -> FilesPlan:
     """Which file gets which tensor, as `save_pretrained` decides it; `parameters` is the number of elements to note."""
     try:
         from huggingface_hub import split_torch_state_dict_into_shards
@@ -227,13 +225,13 @@ def plan_files(
     blank = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in tensors.items()}
     split = split_torch_state_dict_into_shards(blank, max_shard_size=max_shard_size)
     names_in = split.filename_to_tensors
-    files = [plan_file(file, {x: tensors[x] for x in names}, metadata) for file, names in names_in.items()]
+    files = [plan_file(file, {x: tensors[x] for x in names}) for file, names in names_in.items()]
     about = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": split.tensor_to_filename}
     index = json.dumps(about, indent=2, sort_keys=True) + "\n" if split.is_sharded else None
     return FilesPlan(tuple(files), index)
 
 
-def plan_file(name: str, tensors: Mapping[str, Described], metadata: Mapping[str, str]) -> FilePlan:
+def plan_file(name: str, tensors: Mapping[str, Described]) -> FilePlan:
     """All tensors in one file.
 
     Raises:
@@ -249,7 +247,7 @@ def plan_file(name: str, tensors: Mapping[str, Described], metadata: Mapping[str
         (shape, dtype), start = tensors[key], end
         end += prod(shape) * dtype.itemsize
         header[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    about = {"__metadata__": dict(metadata)} if metadata else {}
+    about = {"__metadata__": {"format": "pt"}}  # which transformers asks for
     text = json.dumps(about | header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     front = len(text).to_bytes(8, "little") + text

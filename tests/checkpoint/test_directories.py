@@ -151,7 +151,9 @@ def test_latest_takes_the_newest_whole_one(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_named_before_anything_is_read(tmp_path: Path) -> None:
     path = sf.checkpoint.save(tmp_path / "step-1", {"params": _one(), "more": 1})
-    with pytest.raises(sf.ShardError, match=r"2 problems\n1. 'params.weight' is \(2, 4\) torch.float32, wanted \(3, 4\)"):
+    with pytest.raises(
+        sf.ShardError, match=r"2 problems\n1. 'params.weight' is \(2, 4\) torch.float32, wanted \(3, 4\)"
+    ):
         sf.checkpoint.load(path, {"params": _one(size=3)})
     with pytest.raises(sf.ShardError, match="fit: 'other' is not in it"):
         sf.checkpoint.load(path, {"params": _one(), "other": 1})
