@@ -96,7 +96,6 @@ class BucketOnGrid:
     bucket: Bucket
     buffers: Buffers
     batch: Batch = ()
-    undone: tuple[str, ...] | None = None  # of leaves that were gathered over these axes before, and are on the device
     _parts: "dict[tuple[bool, ...] | int, BucketOnGrid]" = field(default_factory=dict)
 
     @cached_property
@@ -117,7 +116,7 @@ class BucketOnGrid:
     @cached_property
     def host(self) -> Host | None:
         """Where the shards live, when that is not the device that computes."""
-        return host_of(self.plan.policy, self.grid.device) if self.undone is None else None
+        return host_of(self.plan.policy, self.grid.device)
 
     @cached_property
     def collectives(self) -> list[AnyAxisCollective]:
@@ -125,8 +124,8 @@ class BucketOnGrid:
 
         Without any the gathered tensors are the shards themselves, or copies of them.
         """
-        leaves, grid, axes, gone = self.leaves, self.grid, self.bucket.axes, self.undone or ()
-        kept = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes if axis not in gone))
+        leaves, grid, axes = self.leaves, self.grid, self.bucket.axes
+        kept = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes))
         collectives: list[AnyAxisCollective] = []
         for axis in reversed(axes):
             kept = tuple(other for other in kept if other != axis)

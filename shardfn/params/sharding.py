@@ -5,7 +5,6 @@ that `shard` begins with in `initialize.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -16,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from shardfn import comm, layout
-from shardfn._torch import holds_data, in_transform, materialized, unwrap_local, watch_backward, wrap_local
-from shardfn.comm import BucketOnGrid, FreshBuffers, GatherBucket, called_by_all, in_front, leaf_spec
+from shardfn._torch import holds_data, in_transform, unwrap_local, watch_backward, wrap_local
+from shardfn.comm import BucketOnGrid, FreshBuffers, GatherBucket, called_by_all, leaf_spec
 from shardfn.context import is_differentiated, note_tree
 from shardfn.layout import Grid, Layout, Plan, Policy, compute_view_shape, first_match, from_compute_view, grid_of
 from shardfn.notation import ShardError, did_you_mean
@@ -179,49 +178,28 @@ def _gather_whole(tree: Params, names: Sequence[str]) -> list[Tensor]:
     for (axes, dtype), members in alike.items():
         data = tuple(axis for axis in plan_.roles.data if axis in axes)
         on_grid = BucketOnGrid(plan_, grid, layout.Bucket("", tuple(members), data, dtype), FreshBuffers(grid.device))
-        gathered = GatherBucket.apply(on_grid, *(tree[name] for name in members))
-        compute = tuple(axis for axis in plan_.roles.compute if axis in axes)
-        over = replace(on_grid, bucket=replace(on_grid.bucket, axes=compute), undone=data, _parts={})
-        wholes = _OverCompute.apply(True, over, *gathered) if compute else gathered
+        wholes = list(GatherBucket.apply(on_grid, *(tree[name] for name in members)))
+        for axis in reversed([axis for axis in plan_.roles.compute if axis in axes and grid.sizes[axis] > 1]):
+            wholes = _whole_over(axis, tree, members, wholes)
         if all(grid.sizes[axis] == 1 for axis in axes):
             wholes = [whole.clone() for whole in wholes]  # nothing moved: these are the shards' own memory
         out |= dict(zip(members, wholes, strict=True))
     return [out[name] for name in names]
 
 
-class _OverCompute(torch.autograd.Function):
-    """Leaves that compute axes split, whole for a computation that all their ranks do alike; or the transpose of that.
-
-    forward   [split over compute]  -> all_gather(compute) -> [whole], or this rank's part of it
-    backward  d [whole]  -> this rank's part -> d [split over compute], or all_gather(compute)
-    """
-
-    @staticmethod
-    def forward(gathers: bool, on_grid: BucketOnGrid, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if gathers:
-            wholes = on_grid.gather(tensors)
-            return tuple(w.detach() if w is t else w for w, t in zip(wholes, tensors, strict=True))
-        parts = layout.own_parts(on_grid.leaves, tensors, on_grid.grid, on_grid.bucket.axes)
-        return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.gathers, ctx.on_grid = inputs[:2]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return (None, None, *_OverCompute.apply(not ctx.gathers, ctx.on_grid, *grads))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        return _OverCompute.apply(ctx.gathers, ctx.on_grid, *map(materialized, tangents[2:]))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        """The same of leaves with one more dim in front."""
-        gathers, on_grid, *tensors = args
-        batched = in_front(info.batch_size, in_dims[2:], tensors)
-        return _OverCompute.apply(gathers, on_grid.batched(info.batch_size), *batched), (0,) * len(tensors)
+def _whole_over(axis: str, tree: Params, names: Sequence[str], parts: Sequence[Tensor]) -> list[Tensor]:
+    """Leaves whole over a compute axis, for a computation that all its ranks do alike; one collective."""
+    with comm.watched(None):  # who follows a function's collectives does not mean this one
+        flat = comm.all_gather_invariant(torch.cat([x.reshape(-1) for x in parts]), tree.mesh, axis, 0)  # [W*n]
+    ranks = tree.plan.axes[axis]
+    rows = flat.view(ranks, -1).split([x.numel() for x in parts], dim=1)
+    wholes: list[Tensor] = []
+    for name, row, x in zip(names, rows, parts, strict=True):
+        dim = tree.plan.leaves[name][1].split_dim(axis)
+        assert dim is not None
+        # [W, .., n, ..] -> [.., W*n, ..]
+        wholes.append(row.view(ranks, *x.shape).movedim(0, dim).flatten(dim, dim + 1).contiguous())
+    return wholes
 
 
 def selected_layouts(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
