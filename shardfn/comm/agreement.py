@@ -148,13 +148,7 @@ def _lines(plan: Plan) -> list[str]:
         f"{'' if x.trainable else ', frozen'}{f', also {list(x.aliases)}' if x.aliases else ''}"
         for x in plan.layouts.values()
     ]
-    units = [f"unit '{unit.name}' of {list(unit.params)}" for unit in plan.units]
-    bucket_dtypes = [
-        f"unit '{unit.name}' with regather={unit.regather}, in {[b.dtype for b in unit.buckets]}, reduced in "
-        f"{[b.reduce_dtype for b in unit.buckets]}"
-        for unit in plan.units
-    ]
-    return [*params, *units, *settings, *bucket_dtypes]
+    return [*params, *settings, *map(str, plan.units)]
 
 
 def _first_difference(described: Told) -> str:

@@ -387,7 +387,7 @@ def working(name: str, module: nn.Module) -> bool:
 DIFFERENCES = {
     "policy": r"rank 0 has parameter 'emb.weight'.*vocab@tp c@fsdp.*; rank 2 has parameter 'emb.weight'.*vocab c@fsdp",
     "dtype": r"rank 0 has compute_dtype=None; rank 2 has compute_dtype=torch.bfloat16",
-    "model": r"rank 0 has unit ''.*; rank 2 has parameter 'blocks.2.qkv.weight'",
+    "model": r"rank 0 has regather=True; rank 2 has parameter 'blocks.2.qkv.weight'",
     "frozen": r"rank 0 has parameter 'scale'.*; rank 2 has parameter 'scale'.*frozen",
     "buffer": r"rank 0 has src=None; rank 2 has buffer 'more' \(2,\)",
     "mesh": r"rank 0 has mesh \{'fsdp': 2, 'tp': 2\}.*; rank 2 has mesh \{'fsdp': 4\}",
