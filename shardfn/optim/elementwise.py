@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
 from shardfn._torch import foreach, fused, has_no_memory, unwrap_local, unwrap_locals, with_local
@@ -25,7 +24,7 @@ _CHUNK = 2**24  # elements that are widened at a time
 LeafUpdate: TypeAlias = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]  # (grad, param, *slots) -> (update, new slots)
 Tensors: TypeAlias = list[Tensor]
 _dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
-FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
+FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")  # on which torch has kernels for a whole update
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class UpdateRule:
     """One algorithm on the leaves of one group; trees, groups, dtypes and checks are `_Elementwise`'s.
 
     `update(step, **options)` returns the update of a leaf, where `step` counts from 1.
-    `step(options, step, params, grads, slots)` works in place on lists of equal dtype and device, `step` counts from 0;
-    `least` is the dtype, by device type, that is wide enough for this.
+    `step(options, step, params, grads, slots)` works in place on lists of contiguous tensors of equal dtype and device,
+    and `step` counts from 0; `least` is the dtype, by device type, that is wide enough for this.
     """
 
     name: str
@@ -89,21 +88,10 @@ def _adamw_step(options: Options, step: Tensor, params: Tensors, grads: Tensors,
     mu, nu = slots
     device, lr, betas = params[0].device, options["lr"], {"beta1": options["b1"], "beta2": options["b2"]}
     common: dict[str, Any] = {"weight_decay": options["weight_decay"], "eps": options["eps"], "maximize": False}
-    if not _is_fusable(params, slots):
-        steps = list(step.to("cpu", torch.float32).repeat(len(params)).unbind(0))  # torch counts for each parameter
-        torch_adamw(params, grads, mu, nu, [], steps, foreach=True, amsgrad=False, lr=lr, **betas, **common)
-        return
     if isinstance(lr, Tensor) and lr.device.type != "cpu":
         lr = lr.to(device)
     steps = [(step + 1).to(device, torch.float32)] * len(params)
-    dense = [grad.contiguous() for grad in grads]
-    fused("adamw")(params, dense, mu, nu, [], steps, amsgrad=False, lr=lr, **betas, **common)
-
-
-def _is_fusable(params: Sequence[Tensor], slots: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether torch's fused kernels can run: on CPU they walk memory and take no notice of strides (torch 2.13)."""
-    dense = all(all(map(Tensor.is_contiguous, tensors)) for tensors in (params, *slots))
-    return dense and params[0].device.type in FUSED_DEVICES
+    fused("adamw")(params, grads, mu, nu, [], steps, amsgrad=False, lr=lr, **betas, **common)
 
 
 def _sgd_update(step: Tensor, lr: Any, momentum: float, nesterov: bool, weight_decay: float) -> LeafUpdate:
@@ -118,10 +106,8 @@ def _sgd_update(step: Tensor, lr: Any, momentum: float, nesterov: bool, weight_d
 
 
 def _sgd_step(options: Options, step: Tensor, params: Tensors, grads: Tensors, slots: list[Tensors]) -> None:
-    fused = _is_fusable(params, slots)
-    dense = [grad.contiguous() for grad in grads] if fused else grads
     buffers: list[Tensor | None] = [*slots[0]] if slots else [None] * len(params)
-    torch_sgd(params, dense, buffers, fused=fused, foreach=not fused, dampening=0.0, maximize=False, **options)
+    torch_sgd(params, grads, buffers, fused=True, dampening=0.0, maximize=False, **options)
 
 
 def _lion_update(step: Tensor, lr: Any, b1: float, b2: float, weight_decay: float) -> LeafUpdate:
@@ -248,20 +234,22 @@ class _Elementwise:
 def in_one_dtype(columns: list[list[Tensor]], least: Mapping[str, torch.dtype]) -> Iterator[list[list[Tensor]]]:
     """Rows (param, grad, *slots) for in-place work, as columns of one dtype and device at a time.
 
-    What has to be widened for that is copied, a bounded number of elements at a time, and written back afterwards.
+    What has to be widened for that, or is not contiguous (torch's kernels on CPU walk memory and take no notice of
+    strides, 2.13), is copied, a bounded number of elements at a time, and written back afterwards.
     """
     groups: dict[tuple[Any, ...], list[Sequence[Tensor]]] = {}
     for row in zip(*columns, strict=True):
         if row[0].numel():
-            groups.setdefault((row[0].device, *map(_dtype_of, row)), []).append(row)
-    for (device, of_param, of_grad, *of_slots), rows in groups.items():
+            dense = all(map(Tensor.is_contiguous, (row[0], *row[2:])))
+            groups.setdefault((dense, row[0].device, *map(_dtype_of, row)), []).append(row)
+    for (dense, device, of_param, _, *of_slots), rows in groups.items():
         wide = reduce(torch.promote_types, (of_param, *of_slots), least.get(device.type, of_param))
-        if {of_param, *of_slots} == {wide}:
+        if dense and {of_param, *of_slots} == {wide}:
             params, grads, *slots = _transposed(rows)
-            yield [params, grads if of_grad == wide else [grad.to(wide) for grad in grads], *slots]
+            yield [params, [grad.to(wide).contiguous() for grad in grads], *slots]
             continue
         for some in portions(chain.from_iterable(map(_pieces, rows)), lambda row: row[0].numel(), _CHUNK):
-            widened = [[x.to(wide) for x in row] for row in some]
+            widened = [[x.to(wide).contiguous() for x in row] for row in some]
             yield _transposed(widened)
             for before, after in zip(some, widened, strict=True):
                 for target, result in zip((before[0], *before[2:]), (after[0], *after[2:]), strict=True):
