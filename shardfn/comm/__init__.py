@@ -2,7 +2,7 @@
 
 Read `collectives` (over one mesh axis), `collective_autograd` (how they are differentiated) and `raw_collectives`
 (bytes over a process group). `buckets` gathers and reduces many parameters at once, `packing` copies them into one flat
-tensor, `flat_memory` has buffers that are used again. `gloo_messages` sends small tensors faster, `agreement` compares
+tensor, `flat_memory` has buffers that are used again. `gloo_messages` adds up small tensors fast, `agreement` compares
 what ranks are about to do. How gradients are reduced over data axes is here (`BucketOnGrid.reduce_steps`: a mean, a
 sum or a function of the user's, in `Policy.reduce_dtype`); `engine` decides when. Over compute axes that is the
 transpose of a `pvary`, in `collective_autograd`. Not here: who calls which collective.

@@ -43,11 +43,7 @@ def gather_flat(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     if _torch.has_no_memory():
         return _torch.waited(_torch.gathering(shard, group))
     full = shard.new_empty(shard.numel() * group.size())  # [W*n]
-    into, source = full.view(torch.uint8), shard.view(torch.uint8)
-    if gloo_messages.serves(source, group):
-        gloo_messages.gather(into.view(group.size(), -1), source.view(-1), group.group_name)
-    else:
-        _torch.all_gather_single(into, source, group=group)
+    _torch.all_gather_single(full.view(torch.uint8), shard.view(torch.uint8), group=group)
     return full
 
 
@@ -63,16 +59,11 @@ def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         >>> exchange_flat(torch.arange(3), mesh.get_group("tp"))
         tensor([0, 1, 2])
     """
-    size = group.size()
     x = x.detach().contiguous()  # [W*n]
     if _torch.has_no_memory():
         return _torch.waited(_torch.exchanging(x, group))
     received = torch.empty_like(x)
-    into, parts = received.view(torch.uint8), x.view(torch.uint8)
-    if gloo_messages.serves(parts, group, size):
-        gloo_messages.exchange(into.view(size, -1), parts.view(size, -1), group.group_name)
-    else:
-        _torch.all_to_all_single(into, parts, group=group)
+    _torch.all_to_all_single(received.view(torch.uint8), x.view(torch.uint8), group=group)
     return received
 
 
@@ -103,8 +94,6 @@ def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
     rows, fresh = full.view(size, -1), FreshBuffers(full.device)
     if _torch.has_no_memory() or _torch.simulated():
         return AsyncCollective(pure_scatter_steps(rows, group)).finish()[0].to(full.dtype)
-    if gloo_messages.serves(full, group, size):
-        return _sum_of_rows(exchange_flat(full, group).view(size, -1), fresh).to(full.dtype)
     return AsyncCollective(scatter_sum_steps(rows, group, fresh, fresh)).finish()[0].to(full.dtype)
 
 
@@ -164,16 +153,11 @@ def scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup, buffers: Buffers,
     received = buffers.tensor(parts.numel(), parts.dtype)  # [W*n]
     into, sent = received.view(torch.uint8), parts.view(-1).view(torch.uint8)
     yield [_torch.all_to_all_single(into, sent, group=group, async_op=True)]
-    return [_sum_of_rows(received.view_as(parts), results)]
-
-
-def _sum_of_rows(rows: Tensor, results: Buffers) -> Tensor:
-    """`[W, n] -> [n]`, added up in order in `accumulation_dtype`."""
-    total = results.tensor(rows.shape[1], accumulation_dtype(rows.dtype))
-    total.copy_(rows[0])
-    for row in rows[1:]:
-        total.add_(row if row.dtype not in _WIDER else row.to(total.dtype))
-    return total
+    first, *others = received.view_as(parts)
+    total = results.tensor(parts.shape[1], accumulation_dtype(parts.dtype)).copy_(first)
+    for row in others:
+        total.add_(row.to(total.dtype) if row.dtype in _WIDER else row)
+    return [total]
 
 
 def pure_scatter_steps(parts: Tensor, group: dist.ProcessGroup) -> Steps:
