@@ -145,7 +145,9 @@ def dead_patterns(patterns: Iterable[str], params: Tree) -> Iterator[str]:
 
 
 def require_outside(verb: str, params: Tree, grads: Tree) -> None:
-    """A step in place has no derivative."""
+    """A step in place is of parameters, and has no derivative."""
+    if getattr(params, "are_gradients", False):
+        raise ShardError(f"{verb}: its first argument is a tree of gradients; write step(params, grads, state)")
     if is_differentiated(leaf for tree in (params, grads) for leaf in leaves(tree)):
         write = "updates, state = optimizer.update(grads, state, params) and sf.optim.apply_updates(params, updates)"
         raise ShardError(f"{verb} works in place and has no derivative, for which something asks. Write {write}")

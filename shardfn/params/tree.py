@@ -91,6 +91,7 @@ class Params(dict[str, Any]):
         self.sources: Mapping[str, Tensor] | None = None  # the leaves that those of a differentiation are made of
         self.holds_back: Callable[[str], bool] | None = None  # whether a unit's gradients stay unreduced in `.grad`
         self.scale_of_gradients: Callable[[str], float] | None = None  # by which a backward multiplies those of a unit
+        self.are_gradients = False  # whether a differentiation made it
         self.compares: Sequence[str] = ()  # axes whose ranks a loss of the last call with it has to be compared over
         self.in_place: Any = None  # what holds these very leaves (`ModuleShards`), when its modules compute themselves
         if plan.vmaps is not None and (watched := _PARTS.get()) is not None:

@@ -145,6 +145,8 @@ def differentiator(
             value, aux, grads, count = _by_autograd(loss_of, primals, beside, average)
         if reduce == "sum":  # of every level: a mean, times the ranks, so that levels need not agree
             grads = [_times_ranks(grad) for grad in grads]
+        for tree in filter(is_tree, grads):
+            tree.are_gradients = True
         rest = (torch.zeros_like(x) if isinstance(x, Tensor) and i not in indices else x for i, x in enumerate(flat))
         trees = with_values(grads, rest)
         return value, aux, (trees[0] if isinstance(argnums, int) else tuple(trees)), count
@@ -410,8 +412,8 @@ def unused(verb: str, leaves: int) -> ShardError:
     """The error of a function that computes with other parameters than those it is given."""
     return ShardError(
         f"{verb}: the loss depends on none of the {leaves} leaves that are differentiated, and all derivatives "
-        "would be zeros. Compute with the tree that the loss is given: sf.apply(model, params, x), not model(x); a "
-        "torch.utils.checkpoint has derivatives with use_reentrant=False only"
+        "would be zeros. Compute with the tree that the loss is given: sf.apply(model, params, x), not model(x), nor "
+        "under no_grad or with detach; a torch.utils.checkpoint has derivatives with use_reentrant=False only"
     )
 
 

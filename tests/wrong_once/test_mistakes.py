@@ -22,7 +22,7 @@ RULES = {"0.weight": "f@tp c@fsdp", "0.bias": "f@tp", "2.weight": "c@fsdp f@tp"}
 X = torch.ones(4, 8)
 
 
-def _mlp(hidden: int = 16) -> nn.Module:
+def _mlp(hidden: int = 16) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Linear(hidden, 8))
 
 
@@ -167,6 +167,13 @@ def _alone(**axes: int) -> Any:
     return sf.plan(_mlp(), sf.MeshSpec(**axes), sf.Policy(rules=RULES))
 
 
+def _sgd_step(mesh: DeviceMesh, swaps: bool) -> Any:
+    model, sgd = _mlp(), sf.optim.sgd(lr=0.1)
+    params = _tree(mesh, model)
+    grads = sf.grad(_loss(model))(params, X)
+    return sgd.step(*((grads, params) if swaps else (params, grads)), sgd.init(params))
+
+
 def _of_ddp() -> dict[str, Tensor]:
     return {f"module.{name}": x for name, x in _mlp().state_dict().items()}
 
@@ -283,6 +290,11 @@ MISTAKES: dict[str, Mistake] = {
         lambda mesh: sf.Trainer(_mlp(), mesh).load_state_dict(
             {name.removeprefix("module."): x for name, x in _of_ddp().items()}
         ),
+    ),
+    "gradients before parameters": Mistake(
+        lambda mesh: _sgd_step(mesh, swaps=True),
+        r"a tree of gradients; write step\(params, grads, state\)",
+        lambda mesh: _sgd_step(mesh, swaps=False),
     ),
     "an optimizer of groups of parameters": Mistake(
         lambda mesh: sf.optim.adamw(untyped([{"params": [*_tree(mesh).values()], "lr": 0.1}])),
