@@ -35,6 +35,6 @@ from shardfn._torch.tensors import version_of_saved, versions_of, with_local, wi
 from shardfn._torch.transforms import JVP, MESSAGES, Level, checkpoint_nothing_in_transforms
 from shardfn._torch.transforms import differentiated_in_transform, differentiated_in_vmap, from_outside, has_no_memory
 from shardfn._torch.transforms import in_transform, innermost, innermost_transform, innermost_value, is_traced
-from shardfn._torch.transforms import kinds_of_transforms, materialized, outside_transforms, prepare_forward_mode
+from shardfn._torch.transforms import kinds_of_transforms, materialized, outside_transforms
 from shardfn._torch.transforms import pull_back, refuse_of_dtensors, seen_by_dynamo, simulated, traces_first_order
 from shardfn._torch.transforms import callback_of_dynamo, values_of, vmap_depth

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
-from warnings import catch_warnings, simplefilter
 
 import torch
 import torch._C._functorch as functorch
@@ -79,14 +78,6 @@ def values_of(x: Tensor) -> list[Tensor]:
     """The same; of simulated ranks, each one's."""
     x = innermost_value(x)
     return [x._local_tensors[rank] for rank in sorted(x._ranks)] if isinstance(x, LocalTensor) else [x]
-
-
-@cache
-def prepare_forward_mode() -> None:
-    """Have torch load what its forward mode needs, which warns of `torch.jit.script` that it uses itself."""
-    with catch_warnings():
-        simplefilter("ignore", DeprecationWarning)
-        torch.autograd.forward_ad._maybe_load_decompositions()
 
 
 # What torch.distributed does with its arguments in place, and what `torch.func.jvp` of a DTensor begins with.

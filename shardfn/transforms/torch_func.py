@@ -198,7 +198,6 @@ def _require_tuples(verb: str, *values: Any) -> None:
 
 def _entered_alike(verb: str, primals: Any, tangents: Any) -> Any:
     """What forward mode gets of primals and their tangents, which are alike."""
-    _torch.prepare_forward_mode()
     if not _torch.in_transform():
         _require_alike(verb, primals, tangents)
     inner = entered(verb, (primals, tangents))
