@@ -103,6 +103,35 @@ def test_inductor(mesh: DeviceMesh) -> None:
     _same(mesh, "inductor", 1e-6, layers=1)
 
 
+class _Uneven(nn.Module):
+    """A layer whose weights have different shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(6, dtype=torch.float64), nn.Linear(6, 10, dtype=torch.float64)
+        self.down = nn.Linear(10, 6, bias=False, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+
+
+@on_meshes({"fsdp": 2}, {"fsdp": 2, "tp": 2})
+def test_gradients_where_leaves_of_a_bucket_differ_in_shape(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Uneven(), _Uneven())
+    split = {"*.up.weight": "ff@tp c@fsdp", "*.up.bias": "ff@tp", "*.down.weight": "c@fsdp ff@tp"}
+    rules = split if "tp" in (mesh.mesh_dim_names or ()) else {}
+    params = sf.shard(model, mesh, sf.Policy(rules=rules, units=["*"], regather=True))
+    step = jit(sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().mean()), backend=Counted())
+    for seed in range(2):
+        x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        loss, grads = step(params, sf.data.local_batch(x, mesh))
+        wanted = model(x).square().mean()
+        expected = dict(zip(params, torch.autograd.grad(wanted, [model.get_parameter(n) for n in params]), strict=True))
+        assert_trees_close({"loss": loss, **sf.gather(grads)}, {"loss": wanted, **expected}, rtol=1e-10, atol=1e-12)
+
+
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_units_are_gathered_again_and_only_then(mesh: DeviceMesh) -> None:
     gathers = {}
