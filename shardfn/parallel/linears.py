@@ -205,7 +205,7 @@ def _linear(layer: Layer) -> Forward:
                 f"apply: {layer.name!r} got an input of {x.shape[-1]} features; rule '{layout.rule}' leaves "
                 f"{w.shape[1]} of {layout.shape[1 - out]} here{why}. The layer that produces it must be split alike: "
                 "use the same name and axis in its rule, and sizes taken from the tensors, not from the configuration, "
-                "in between."
+                "in between. Or it gathers what it leaves: Policy(acts={its path: '... f'})."
             )
         y = layer.total(F.linear(layer.entered(x, columns), w, None if rows else bias), rows)
         if rows and bias is not None:

@@ -126,9 +126,9 @@ def advice(failure: Failure) -> str:
     """What may help when no change of the policy was found that does."""
     if failure.raised:
         return (
-            "Where two layers disagree about a size, split what is between them alike in both rules. Otherwise "
-            f"{_SIZES}{_PARALLEL} Tensors that are neither parameters nor buffers must follow x.device, and control "
-            "flow must not depend on values."
+            "Where two layers disagree about a size, split what is between them alike in both rules; after two that "
+            f"are concatenated that is '_ (2 k@tp)'. Otherwise {_SIZES}{_PARALLEL} Tensors that are neither parameters "
+            "nor buffers must follow x.device, and control flow must not depend on values."
         )
     return "\n".join(dict.fromkeys(_ADVICE[problem.kind] for problem in failure.problems))
 

@@ -149,6 +149,23 @@ def _slope_by_autograd(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.autograd.grad(f(x).sum(), x, create_graph=True)[0]
 
 
+class _Joined(nn.Module):
+    """Two convolutions whose channels are concatenated, as a U-Net has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Conv1d(1, 4, 1), nn.Conv1d(1, 4, 1), nn.Conv1d(8, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.cat([self.a(x), self.b(x)], 1))
+
+
+def _joined(mesh: DeviceMesh, **rules: str) -> Any:
+    model = _Joined()
+    rules = {"a.weight": "k@tp _ _", "b.weight": "k@tp _ _", **{f"{name}.weight": rule for name, rule in rules.items()}}
+    return sf.apply(model, _tree(mesh, model, rules), X[:, None])
+
+
 class Mistake(NamedTuple):
     """A program, what its error says, and the program with what that says to write."""
 
@@ -165,6 +182,11 @@ def _torch_step(mesh: DeviceMesh) -> Any:
 
 def _alone(**axes: int) -> Any:
     return sf.plan(_mlp(), sf.MeshSpec(**axes), sf.Policy(rules=RULES))
+
+
+def _step_on(mesh: DeviceMesh, rules: dict[str, str], **fields: Any) -> Any:
+    model = _mlp()
+    return sf.value_and_grad(_loss(model))(_tree(mesh, model, rules, **fields), X)
 
 
 def _sgd_step(mesh: DeviceMesh, swaps: bool) -> Any:
@@ -290,6 +312,14 @@ MISTAKES: dict[str, Mistake] = {
         lambda mesh: sf.Trainer(_mlp(), mesh).load_state_dict(
             {name.removeprefix("module."): x for name, x in _of_ddp().items()}
         ),
+    ),
+    "channels that are concatenated": Mistake(
+        lambda mesh: _joined(mesh), r"that is '_ \(2 k@tp\)'", lambda mesh: _joined(mesh, out="_ (2 k@tp) _")
+    ),
+    "two column-parallel linears": Mistake(
+        lambda mesh: _step_on(mesh, {"0.weight": "f@tp c", "2.weight": "c@tp f"}),
+        r"Policy\(acts=\{its path: '\.\.\. f'\}\)",
+        lambda mesh: _step_on(mesh, {"0.weight": "f@tp c", "2.weight": "c@tp f"}, acts={"0": "... f"}),
     ),
     "gradients before parameters": Mistake(
         lambda mesh: _sgd_step(mesh, swaps=True),
