@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 import shardfn as sf
+from shardfn.trace.paired_sizes import Sides, Size, SizesDiffer
 
 RULES = {"up.weight": "f@tp c", "down.weight": "c f@tp"}
 
@@ -214,3 +215,19 @@ REFUSED: dict[Callable[..., Any], str] = {
 def test_what_does_not_is_refused(between: Callable[[Any, Tensor], Any]) -> None:
     with pytest.raises(sf.ShardError, match=REFUSED[between]):
         _planned(between)
+
+
+def test_what_torch_makes_of_two_sizes_comes_from_both() -> None:
+    up, down = Size(2, 4, frozenset({"module up"})), Size(3, 6, frozenset({"module down"}))
+    made = up.node.mul(down.node)
+    assert (made.rank, made.one, made.sources) == (6, 24, {"module up", "module down"})
+
+
+def test_torch_is_told_that_sizes_differ_in_general() -> None:
+    sides, size = Sides(), Size(2, 4)
+    sides.in_torch = True
+    with sides.run():
+        assert size.node.eq(4).guard_bool("", 0) is False  # in one process they happen to be equal
+        assert size.node.ne(2).guard_bool("", 0) is True
+        with pytest.raises(SizesDiffer):
+            size.node.lt(3).guard_bool("", 0)
