@@ -145,8 +145,9 @@ def differentiator(
             value, aux, grads, count = _by_autograd(loss_of, primals, beside, average)
         if reduce == "sum":  # of every level: a mean, times the ranks, so that levels need not agree
             grads = [_times_ranks(grad) for grad in grads]
-        for tree in filter(is_tree, grads):
-            tree.are_gradients = True
+        for tree in grads:
+            if isinstance(tree, Params):
+                tree.are_gradients = True
         rest = (torch.zeros_like(x) if isinstance(x, Tensor) and i not in indices else x for i, x in enumerate(flat))
         trees = with_values(grads, rest)
         return value, aux, (trees[0] if isinstance(argnums, int) else tuple(trees)), count

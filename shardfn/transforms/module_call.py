@@ -111,7 +111,8 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     try:
         adjust = call.prepare(args, kwargs)
         args, kwargs = wiring.cast_inputs(params.plan, (args, kwargs))
-        draws = params.compares and not call.loops  # which takes the numbers of the first rank
+        # A loop takes the numbers of the first rank; under a `dropout_seed` masks do not depend on torch's.
+        draws = params.compares and not call.loops and stream() is None
         since = random_states(call.grid.device) if draws else []
         output = call.run(adjust, args, kwargs)
         if draws:
