@@ -437,7 +437,7 @@ def _require_grads(model: nn.Module, plain: nn.Module) -> None:
             assert_close(buckets.whole(p.grad), expected)
 
 
-@pytest.mark.everyday(14)
+@pytest.mark.everyday(10)
 @pytest.mark.sample(70)
 @pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
 @every_kind
@@ -719,7 +719,7 @@ def test_a_forward_given_afterwards(mesh: DeviceMesh, kind: str) -> None:
     _require_grads(model, plain)
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("latest_first", [True, False])
 @pytest.mark.parametrize("net", [Checkpoints, ReentrantCheckpoints])
 @every_kind

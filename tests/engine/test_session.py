@@ -244,7 +244,7 @@ def another_order_on_a_rank(learnt: str, ways: list[list[int]]) -> None:
     step(params, x, ways[dist.get_rank()])
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("learnt", ["nothing", "one way", "both ways"])
 @pytest.mark.parametrize(
     ("ways", "match"),

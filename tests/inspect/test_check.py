@@ -287,7 +287,7 @@ CORRECT: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.sample(13)
 @pytest.mark.parametrize("name", CORRECT)
 def test_what_is_right_passes(name: str) -> None:

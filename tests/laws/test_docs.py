@@ -171,7 +171,7 @@ def page_cases() -> list[Any]:
     return [pytest.param(page, index, id=block.place) for page in pages for index, block in enumerate(page)]
 
 
-@pytest.mark.everyday(1000)
+@pytest.mark.everyday(30)
 @pytest.mark.parametrize(("blocks", "index"), page_cases())
 def test_block_runs(reader: Reader, blocks: list[Block], index: int) -> None:
     reader.read(blocks, index)

@@ -349,7 +349,7 @@ def test_an_encoder_is_as_on_one_rank(mesh: DeviceMesh, norm_first: bool) -> Non
     _agree(mesh, case, ids, padding=padding)
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("norm_first", [False, True])
 @on_meshes(*MESHES)
 def test_an_encoder_with_split_sequences(mesh: DeviceMesh, norm_first: bool) -> None:
@@ -480,7 +480,7 @@ def test_dropout_modules_of_an_encoder_drop_as_on_one_rank(mesh: DeviceMesh) -> 
     assert_parity(*found, tol=1e-9)
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("batch_first", [False, True])
 @on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4}, {"fsdp": 4, "tp": 1})
 def test_attention_drops_as_on_one_rank(mesh: DeviceMesh, batch_first: bool) -> None:
@@ -599,6 +599,7 @@ def test_attention_drops_weights(mesh: DeviceMesh) -> None:
 # -- before any process -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("case", [CNN, Case(Encoder, ENCODER_RULES, (), {"heads": 4})], ids=["cnn", "encoder"])
 def test_plan_and_check_know_them(case: Case) -> None:
     model = case.model()

@@ -265,7 +265,7 @@ def _require_parity(model: nn.Module, policy: sf.Policy, mesh: DeviceMesh) -> No
     assert_parity(mine, into * x.shape[0] / local.shape[0], tol=1e-11)
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("forward", [_attention, _heads_in_the_middle, _two_layers, _in_parallel, _masked])
 @on_meshes(*MESHES)
 def test_blocks_are_as_on_one_rank(mesh: DeviceMesh, forward: Callable[[Any, Tensor], Tensor]) -> None:
@@ -281,7 +281,7 @@ def test_a_block_alone_is_as_on_one_rank(mesh: DeviceMesh, forward: Callable[[An
     _require_parity(block, sf.Policy(rules=SPLIT), mesh)
 
 
-@pytest.mark.everyday(5)
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("block", BLOCKS)
 @on_meshes(*MESHES)
 def test_blocks_of_other_kinds_are_as_on_one_rank(mesh: DeviceMesh, block: type[nn.Module]) -> None:

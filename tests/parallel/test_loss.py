@@ -282,7 +282,7 @@ def _split(mesh: DeviceMesh, logits: Tensor, kind: str) -> tuple[Tensor, Tensor]
     return own, SplitLogits.of(own, mesh["tp"], logits.dim() - 1, lambda: "a test")
 
 
-@pytest.mark.everyday(5)
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("kind", ["DTensor", "SplitLogits"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @on_meshes({"fsdp": 1, "tp": 2}, {"fsdp": 1, "tp": 4})

@@ -288,7 +288,7 @@ ENTRIES: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("entry", ENTRIES)
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_entries_are_as_on_one_rank(mesh: DeviceMesh, entry: str) -> None:

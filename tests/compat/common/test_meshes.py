@@ -84,7 +84,7 @@ def _train_plain(model: nn.Module, batches: Tensor, clip: float) -> list[float]:
     return losses
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("kind", PLANS)
 @on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 2}, {"replicate": 2, "fsdp": 1, "tp": 2}, {"tp": 2, "fsdp": 2})
 def test_trainer_on_a_parallelized_model(mesh: DeviceMesh, kind: str) -> None:
@@ -212,7 +212,7 @@ def assert_same_after_a_round(fsdp: Any, optimizer: torch.optim.Optimizer, ids: 
     assert_close(fsdp.float()(ids), before.float())
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize("strategy", ["full", "grad_op", "none"])
 def test_fsdp1_around_a_parallelized_model(strategy: str, kind: str) -> None:

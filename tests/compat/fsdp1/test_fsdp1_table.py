@@ -27,7 +27,7 @@ SECTIONS = (  # importing them enters their rows
 )
 
 
-@pytest.mark.everyday(30)
+@pytest.mark.everyday(20)
 @pytest.mark.parametrize("key", list(TABLE.rows))
 def test_row(key: str) -> None:
     run(TABLE.rows[key].case, ranks=TABLE.rows[key].ranks)

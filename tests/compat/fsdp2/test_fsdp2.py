@@ -124,6 +124,7 @@ def test_trains_as_one_process(kind: str) -> None:
     run(_trained, kind, ranks=4)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("reshard", [True, False, 2])
 def test_trains_whatever_is_freed(reshard: bool | int) -> None:
     run(_trained, "plain", ranks=4, reshard_after_forward=reshard)

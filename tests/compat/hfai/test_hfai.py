@@ -68,6 +68,7 @@ def _trains(group: int | None, reshard: bool) -> None:
     assert meshes == {("replicate", "fsdp") if group == 2 else ("fsdp",)}
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("group", [None, 2, 4])
 def test_trains_as_one_process(group: int | None, reshard: bool) -> None:

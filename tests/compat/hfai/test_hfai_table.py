@@ -576,7 +576,7 @@ def runs_alone() -> None:
         assert_trees_close(dict(model.state_dict()), dict(plain_trained().state_dict()), rtol=0, atol=1e-9)
 
 
-@pytest.mark.everyday(10)
+@pytest.mark.everyday(7)
 @pytest.mark.parametrize("key", list(TABLE.rows))
 def test_row(key: str) -> None:
     run(TABLE.rows[key].case, ranks=TABLE.rows[key].ranks)

@@ -59,6 +59,7 @@ def _trains() -> None:
     assert all(getattr(parameter, "is_torch_fsdp2_param", False) for parameter in model.parameters())
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_trains_as_one_process(ranks: int) -> None:
     run(_trains, ranks=ranks)

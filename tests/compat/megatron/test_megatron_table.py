@@ -613,7 +613,7 @@ def trains_on_more_ranks() -> None:
     trains(wrapped())
 
 
-@pytest.mark.everyday(12)
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize("key", list(TABLE.rows))
 def test_row(key: str) -> None:
     run(TABLE.rows[key].case, ranks=TABLE.rows[key].ranks)
