@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from itertools import chain
 from operator import is_
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +32,17 @@ from shardfn.transforms import apply
 STANDS_FOR = f"{OWN}stands_for"  # on a whole parameter: the leaf that it stands for
 
 
+# All that were made for one module: only those with the layouts of the last one know what its parameters are.
+_MADE_FOR: "weakref.WeakKeyDictionary[nn.Module, WeakSet[ModuleShards]]" = weakref.WeakKeyDictionary()
+
+
 class ModuleShards:
     """The plan of the shards that a module holds, and where each leaf is."""
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         """The parameters of `model` must be the leaves of `plan` already: see `install` and `adopt`."""
         self.plan, self.mesh = plan, mesh
+        self._sharded_anew = False
         self._tables = [with_tables(module) for module in model.modules()]
         self._counts = list(map(len, self._tables))
         slots = [(leaf, (parameters_of(x), key)) for x, _, _, keys in _owned(model, plan) for leaf, key in keys.items()]
@@ -51,9 +57,16 @@ class ModuleShards:
         # The names of a module in a tree begin with its path, "block.".
         self._buffers = [(f"{path}." if path else "", buffers_of(module)) for path, module in named]
         self._model = weakref.ref(unwrapped(model))
+        self._layouts = mesh, [(layout.leaves, layout.shared, layout.kept) for layout in plan.layouts.values()]
+        for earlier in _MADE_FOR.setdefault(unwrapped(model), WeakSet()):
+            earlier._sharded_anew = earlier._layouts != self._layouts
+        _MADE_FOR[unwrapped(model)].add(self)
 
     def leaves(self) -> dict[str, Any]:
         """Stored name -> the parameter that is its leaf, also while a whole one stands in its place."""
+        if self._sharded_anew:
+            why = "this model was sharded again since, in another way, and its parameters are shards of that"
+            raise ShardError(f"{why}. Use what sharded it last, or shard copies: Trainer(copy.deepcopy(model), ...)")
         try:
             leaves = {name: dict.__getitem__(table, key) for name, (table, key) in self._slots.items()}
         except KeyError as missing:

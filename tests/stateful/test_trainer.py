@@ -271,6 +271,29 @@ def test_a_trainer_begins_with_a_tree(mesh: DeviceMesh) -> None:
         assert torch.equal(begun.ema[name].to_local(), trainer.ema[name].to_local())
 
 
+@on_meshes({"fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 2})
+def test_two_trainers_of_one_model_need_the_same_layouts(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+    x = torch.ones(4, 8, dtype=torch.float64)
+    expected, rules = model(x).detach(), {"0.weight": "o@tp _", "0.bias": "o@tp", "2.weight": "_ k@tp"}
+    first = sf.Trainer(model, mesh, sf.Policy())
+    assert_parity({"y": first(x).detach()}, {"y": expected})
+    copied = copy.deepcopy(model)
+    alike = sf.Trainer(model, mesh, sf.Policy(units=["0"]))
+    for trainer in (first, alike, first):
+        assert_parity({"y": trainer(x).detach()}, {"y": expected})
+    for way in (model, copied):  # the second as the error says
+        again = sf.Trainer(way, mesh, sf.Policy(rules=rules))
+        for _ in range(2):
+            assert_parity({"y": again(x).detach()}, {"y": expected})
+            if way is copied:
+                continue
+            for refused in (lambda: first(x), lambda: alike.params):
+                with pytest.raises(sf.ShardError, match=r"sharded again since, in another way.*copy\.deepcopy"):
+                    refused()
+
+
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_a_tree_for_a_trainer_may_have_other_settings_but_no_other_layout(mesh: DeviceMesh) -> None:
     def begin(params: sf.Params, model: nn.Module | None = None, chosen: sf.Policy | None = None) -> sf.Trainer:
