@@ -171,9 +171,10 @@ def _by_autograd(loss_of: LossOf, primals: Sequence[Any], beside: Sequence[Any],
         tree = over if over is not None else next(filter(None, (each.used for each in here.around)), None)
         if tree is not None:
             here.require_varying(loss, [axis for axis in tree.plan.roles.data if tree.plan.axes[axis] > 1])
-            if here.used is not None and here.used.compares:
-                grid, eps = grid_of(tree.mesh, tree.plan.roles.storage), torch.finfo(loss.dtype).eps
-                require_same("value_and_grad: the loss", loss, grid, here.used.compares, eps**0.5, SAME_SAMPLES)
+            used = here.used
+            if used is not None and used.compares:
+                grid, eps = grid_of(used.mesh, used.plan.roles.storage), torch.finfo(loss.dtype).eps
+                require_same("value_and_grad: the loss", loss, grid, used.compares, eps**0.5, SAME_SAMPLES)
     if not connected and (owner is None or here.around or here.meets_others or _is_asked_for(beside)):
         connected = torch.is_grad_enabled() and active_transforms.reaches_others(_tensors((loss, aux)), here.own())
         _require_reduction(reduce if connected else "mean", owner)
