@@ -19,16 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import (
-    MESSAGES,
-    in_transform,
-    pytree,
-    refuse_of_dtensors,
-    same_layouts,
-    spec_of,
-    unwrap_local,
-    with_local,
-)
+from shardfn import _torch
 from shardfn.comm import in_layout, pvary
 from shardfn.context import holding, is_under_way
 from shardfn.layout import Plan, clear_padding_, grid_of, matches, per_rank
@@ -156,7 +147,9 @@ class Params(dict[str, Any]):
             raise ShardError(f"params | other: the model has no '{unknown}'{did_you_mean(unknown, self.plan.leaves)}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Params":
-        copies = {name: with_local(leaf, unwrap_local(leaf).detach().clone()) for name, leaf in self.items()}
+        copies = {
+            name: _torch.with_local(leaf, _torch.unwrap_local(leaf).detach().clone()) for name, leaf in self.items()
+        }
         return Params(copies, self.plan, self.mesh, {name: buffer.clone() for name, buffer in self.buffers.items()})
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -194,7 +187,7 @@ def _no_message() -> ShardError:
     return ShardError(f"torch.distributed sends plain tensors, and this is a DTensor. {instead}. {ddp}")
 
 
-refuse_of_dtensors(MESSAGES, _no_message)
+_torch.refuse_of_dtensors(_torch.MESSAGES, _no_message)
 
 
 watch_optimizers = cache(partial(register_optimizer_step_pre_hook, _refuse_idle))
@@ -207,7 +200,7 @@ def is_tree(x: object) -> bool:
 
 def trees_in(given: Any) -> list[Params]:
     """The trees of shards in a pytree."""
-    return [x for x in pytree.tree_leaves(given, is_leaf=is_tree) if isinstance(x, Params)]
+    return [x for x in _torch.pytree.tree_leaves(given, is_leaf=is_tree) if isinstance(x, Params)]
 
 
 def data_axes_of(given: Any) -> frozenset[str]:
@@ -250,10 +243,10 @@ def _unflatten(leaves: Iterable[Any], context: _Context) -> Params:
 
 def _flatten_with_keys(params: Params) -> tuple[list[tuple[Any, Tensor]], _Context]:
     leaves, context = _flatten(params)
-    return [(pytree.MappingKey(name), leaf) for name, leaf in zip(context.names, leaves, strict=True)], context
+    return [(_torch.pytree.MappingKey(name), leaf) for name, leaf in zip(context.names, leaves, strict=True)], context
 
 
-pytree.register_pytree_node(Params, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
+_torch.pytree.register_pytree_node(Params, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
 
 
 def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
@@ -272,7 +265,7 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
             leaf is laid out in another way.
     """
     tree, *rest_alike = _alike([tree, *rest])
-    flat, structure = pytree.tree_flatten(tree)
+    flat, structure = _torch.pytree.tree_flatten(tree)
     others = []
     for other in rest_alike:
         try:
@@ -287,7 +280,7 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     else:
         with _saying_what_mixes():
             results = [fn(*row) for row in rows]
-    if isinstance(tree, Params) and not same_layouts(flat, results):
+    if isinstance(tree, Params) and not _torch.same_layouts(flat, results):
         results = [_in_layout(tree, name, x) for name, x in zip(tree, results, strict=True)]
     if isinstance(tree, Params) and tree.plan.policy.pad:
         results = [_without_padding(tree, name, leaf) for name, leaf in zip(tree, results, strict=True)]
@@ -316,7 +309,7 @@ def _in_layout(tree: Params, name: str, result: Any) -> Any:
     if known is not None and known.shape != known.extent:
         why = f"is padded, {known.extent} to {known.shape}, and the function computes along a dim that is split"
         raise ShardError(f"tree.map: {name!r} {why}; write sf.gather(tree)[{name!r}], which is without padding")
-    return in_layout(result, spec_of(leaf))
+    return in_layout(result, _torch.spec_of(leaf))
 
 
 @contextmanager
@@ -325,7 +318,7 @@ def _saying_what_mixes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error) or is_under_way() or in_transform():
+        if "mixed torch.Tensor and DTensor" not in str(error) or is_under_way() or _torch.in_transform():
             raise  # a differentiation says it for its own function
         raise ShardError(
             f"tree.map: the function mixes leaves, which are DTensors, with plain tensors: {str(error).splitlines()[0]}"
@@ -379,8 +372,8 @@ def _without_padding(tree: Params, name: str, result: Any) -> Any:
                 return [mask.expand(local.shape)]
         return [torch.ones_like(local, dtype=torch.bool)]
 
-    (mask,) = per_rank(grid, inside, [unwrap_local(result).detach()])
-    return torch.where(with_local(result, mask) if isinstance(result, DTensor) else mask, result, 0)
+    (mask,) = per_rank(grid, inside, [_torch.unwrap_local(result).detach()])
+    return torch.where(_torch.with_local(result, mask) if isinstance(result, DTensor) else mask, result, 0)
 
 
 def _on_parts(fn: Callable[..., Any], tree: Params, name: str, leaves: Sequence[Any]) -> Any:
@@ -398,13 +391,13 @@ class _Meeting(TorchFunctionMode):
         self._parts = {id(part): part for part in parts}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        flat, structure = pytree.tree_flatten((args, kwargs or {}))
+        flat, structure = _torch.pytree.tree_flatten((args, kwargs or {}))
         meets = any(id(x) in self._parts for x in flat)
         if meets and len(flat) > 1:
-            args, kwargs = pytree.tree_unflatten([self._varied(x) for x in flat], structure)
+            args, kwargs = _torch.pytree.tree_unflatten([self._varied(x) for x in flat], structure)
         out = func(*args, **(kwargs or {}))
         if meets:
-            self._parts |= {id(x): x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)}
+            self._parts |= {id(x): x for x in _torch.pytree.tree_leaves(out) if isinstance(x, Tensor)}
         return out
 
     def _varied(self, x: Any) -> Any:
@@ -427,7 +420,7 @@ def _constant(tree: Params, inner: Params) -> Params:
     if any(leaf.requires_grad for leaf in tree.values()):
         why = "where its derivative would be lost; pass it to the transform as an argument too"
         raise ShardError(f"a tree that somebody differentiates meets one inside a transform, {why}")
-    leaves = ((name, unwrap_local(leaf)) for name, leaf in tree.items())
+    leaves = ((name, _torch.unwrap_local(leaf)) for name, leaf in tree.items())
     return Params(leaves, inner.plan, tree.mesh, tree.buffers)
 
 
@@ -445,9 +438,9 @@ def map_local(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:
     def on_local(leaf: Tensor, *others: Tensor) -> Tensor:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (leaf, *others)):
             return fn(leaf, *others)
-        out = fn(unwrap_local(leaf), *(unwrap_local(other) for other in others))
+        out = fn(_torch.unwrap_local(leaf), *(_torch.unwrap_local(other) for other in others))
         closes_over = isinstance(leaf, DTensor) and out.requires_grad  # something that asks for a gradient
-        return fn(leaf, *others) if closes_over else with_local(leaf, out)
+        return fn(leaf, *others) if closes_over else _torch.with_local(leaf, out)
 
     return map(on_local, tree, *rest)
 
@@ -524,7 +517,7 @@ def paths(tree: Any) -> list[str]:
     >>> sf.tree.paths({"mu": {"a": torch.zeros(1)}, "step": torch.zeros(1)})
     ['mu.a', 'step']
     """
-    return [path_name(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+    return [path_name(path) for path, _ in _torch.pytree.tree_flatten_with_path(tree)[0]]
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -534,4 +527,4 @@ def path_name(path: Sequence[Any]) -> str:
 
 def leaves(tree: Any) -> Iterator[Tensor]:
     """Every tensor of a tree, in order."""
-    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+    return (leaf for leaf in _torch.pytree.tree_leaves(tree) if isinstance(leaf, Tensor))

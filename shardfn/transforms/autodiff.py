@@ -12,17 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardfn import _torch
-from shardfn.comm import (
-    SAME_SAMPLES,
-    BucketOnGrid,
-    FreshBuffers,
-    into_losses,
-    leaf_spec,
-    pmean_of_losses,
-    pvary,
-    require_same,
-)
+from shardfn import _torch, comm
 from shardfn.context import active_transforms
 from shardfn.engine import Gradients
 from shardfn.layout import Grid, Plan, grid_of, has_derivatives, may_be_differentiated
@@ -174,14 +164,15 @@ def _by_autograd(loss_of: LossOf, primals: Sequence[Any], beside: Sequence[Any],
             used = here.used
             if used is not None and used.compares:
                 grid, eps = grid_of(used.mesh, used.plan.roles.storage), torch.finfo(loss.dtype).eps
-                require_same("value_and_grad: the loss", loss, grid, used.compares, eps**0.5, SAME_SAMPLES)
+                what = "value_and_grad: the loss"
+                comm.require_same(what, loss, grid, used.compares, eps**0.5, comm.SAME_SAMPLES)
     if not connected and (owner is None or here.around or here.meets_others or _is_asked_for(beside)):
         connected = torch.is_grad_enabled() and active_transforms.reaches_others(_tensors((loss, aux)), here.own())
         _require_reduction(reduce if connected else "mean", owner)
     with explained("value_and_grad", loss=here):
         grads = _gradients(loss, trees, connected, used=owner is not None and not here.around)
-    value = _over_data(pmean_of_losses, loss if connected else loss.detach(), over)
-    value = _over_data(pvary, value, over) if connected else value
+    value = _over_data(comm.pmean_of_losses, loss if connected else loss.detach(), over)
+    value = _over_data(comm.pvary, value, over) if connected else value
     return value, aux, grads, count
 
 
@@ -309,7 +300,7 @@ def _by_torch_func(loss_of: LossOf, primals: Sequence[Any], reduce: Reduction) -
     rest = iter(tensors)
     aux, count = _torch.pytree.tree_map_only(Tensor, lambda _: next(rest), passed)
     grads = [_gradients_of(x, grads) for x, grads in zip(inputs, gradients, strict=True)]
-    return _over_data(pvary, _over_data(pmean_of_losses, loss, owner), owner), aux, grads, count
+    return _over_data(comm.pvary, _over_data(comm.pmean_of_losses, loss, owner), owner), aux, grads, count
 
 
 def _with_reduction(tree: Any, reduce: Reduction) -> Any:
@@ -354,8 +345,8 @@ def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor | None]:
     count = None
     if isinstance(loss, Mean):
         count = torch.as_tensor(_whole(loss.count), dtype=torch.float64, device=loss.total.device)
-        count = _over_data(pmean_of_losses, count, owner)
-        shared = _over_data(pvary, count, owner) if count.requires_grad or _torch.in_transform() else count
+        count = _over_data(comm.pmean_of_losses, count, owner)
+        shared = _over_data(comm.pvary, count, owner) if count.requires_grad or _torch.in_transform() else count
         divisor = torch.where(shared != 0, shared, 1)  # nothing counted: a loss of zero
         loss = _whole(loss.total) / divisor.to(loss.total.dtype)
     loss = _whole(loss)
@@ -374,7 +365,7 @@ def _whole(value: Any) -> Any:
 
 def value_of(loss: Any, owner: Params) -> Tensor:
     """What `value_and_grad` with respect to a tree gives for a loss."""
-    return _over_data(pmean_of_losses, _objective(loss, owner)[0], owner)
+    return _over_data(comm.pmean_of_losses, _objective(loss, owner)[0], owner)
 
 
 def _over_data(collective: Callable[..., Tensor], value: Tensor, owner: Params | None) -> Tensor:
@@ -436,7 +427,7 @@ def plain_gradient(leaf: Any, gradient: Any) -> Any:
     if not isinstance(gradient, DTensor) or isinstance(leaf, DTensor):
         return gradient
     mesh = gradient.device_mesh
-    return into_losses(gradient.full_tensor(), mesh, mesh.mesh_dim_names or ())
+    return comm.into_losses(gradient.full_tensor(), mesh, mesh.mesh_dim_names or ())
 
 
 def _as_tree(tree: Params, gradients: dict[int, Tensor | None]) -> Params:
@@ -457,7 +448,7 @@ def _as_tree(tree: Params, gradients: dict[int, Tensor | None]) -> Params:
             continue
         pending = reduction is None and leaf.requires_grad
         # A leaf may be stacked, of which the plan knows nothing.
-        spec = leaf_spec(plan, grid, name, leaf.dtype, pending) if pending else _torch.spec_of(leaf)
+        spec = comm.leaf_spec(plan, grid, name, leaf.dtype, pending) if pending else _torch.spec_of(leaf)
         if gradient is None:
             leaves[name] = _zeros(plan, grid, leaf, name, spec, pending)
         elif not isinstance(gradient, DTensor) or tuple(gradient.placements) != spec.placements:
@@ -471,7 +462,7 @@ def _zeros(plan: Plan, grid: Grid, leaf: Tensor, name: str, spec: _torch.DTensor
     """The gradient of a leaf that the loss does not depend on; that of a frozen one takes no memory."""
     stacked = tuple(spec.shape[: len(spec.shape) - len(plan.leaves[name][1].shape)])
     bucket = replace(plan.bucket_of(name), leaves=(name,))
-    on_grid = BucketOnGrid(plan, grid, bucket, FreshBuffers(grid.device), stacked)
+    on_grid = comm.BucketOnGrid(plan, grid, bucket, comm.FreshBuffers(grid.device), stacked)
 
     def zeros(shape: Sequence[int], **kind: Any) -> Tensor:
         return torch.zeros(shape if leaf.requires_grad else (), **kind).expand(shape)

@@ -17,17 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardfn import _torch
+from shardfn import _torch, comm
 from shardfn.binding import Forward, InnerCall, ModelBinding, Wiring, call_now, escaped, goes_around, has_attribute
-from shardfn.comm import (
-    all_gather_invariant,
-    check_batch,
-    random_numbers_of_first,
-    random_states,
-    require_same_draws,
-    weighed,
-    wrong_inputs,
-)
 from shardfn.context import derivatives_asked_for, note_tree, recording, requires_grad
 from shardfn.engine import Borrowed, Session, recomputed
 from shardfn.layout import Grid, Plan, class_of, decide, first_match, grid_of, submodule, unwrapped
@@ -113,10 +104,10 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
         args, kwargs = wiring.cast_inputs(params.plan, (args, kwargs))
         # A loop takes the numbers of the first rank; under a `dropout_seed` masks do not depend on torch's.
         draws = params.compares and not call.loops and stream() is None
-        since = random_states(call.grid.device) if draws else []
+        since = comm.random_states(call.grid.device) if draws else []
         output = call.run(adjust, args, kwargs)
         if draws:
-            require_same_draws(since, call.grid, params.compares)
+            comm.require_same_draws(since, call.grid, params.compares)
         return wiring.cast_floats(output, params.plan.policy.output_dtype)
     finally:
         if outermost:
@@ -155,7 +146,7 @@ class _Call:
             if self.loops:
                 self._require_plain_loop()
             self._require_usable_tree(inside)
-            if why := wrong_inputs((args, kwargs), self.grid.device, bool(self.plan.placed_axes)):
+            if why := comm.wrong_inputs((args, kwargs), self.grid.device, bool(self.plan.placed_axes)):
                 raise ShardError(why)
             self.module = unwrapped(self.model)  # what computes
             own = vars(self.module).get("forward")  # which may take other arguments
@@ -169,7 +160,9 @@ class _Call:
         self.params.compares = self.kept.compute if compares and not self.grid.pure else ()
         if compares:
             try:
-                check_batch(self.grid, self.kept.compute, (args, kwargs, self.model.training), problem and str(problem))
+                comm.check_batch(
+                    self.grid, self.kept.compute, (args, kwargs, self.model.training), problem and str(problem)
+                )
             except ShardError as error:
                 raise (problem or error) from None
         if problem is not None:
@@ -256,7 +249,7 @@ class _Call:
     def run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Any:
         """The forward on this rank."""
         if self.loops:
-            with torch.no_grad(), random_numbers_of_first(self.grid, self.kept.compute):
+            with torch.no_grad(), comm.random_numbers_of_first(self.grid, self.kept.compute):
                 return self._loop(args, kwargs)
         masks, held = self._masks(), self.held
         parameters = held is not None and not (self.grid.pure or _torch.in_transform() or _torch.is_traced())
@@ -457,9 +450,9 @@ def leaving(output: Any, adjust: Adjustments, grid: Grid, plan: Plan) -> Any:
         return output
     leaves, structure = _torch.pytree.tree_flatten(output)
     for at, axis, dim in adjust.joined:
-        leaves[at] = all_gather_invariant(leaves[at], grid.mesh, axis, dim)
+        leaves[at] = comm.all_gather_invariant(leaves[at], grid.mesh, axis, dim)
     for at, axis in adjust.shared:  # each rank takes it for its own, and their gradients are added up
-        leaves[at] = weighed(leaves[at], 1 / grid.sizes[axis])
+        leaves[at] = comm.weighed(leaves[at], 1 / grid.sizes[axis])
     for at, axis, dim in adjust.kept:
         with nullcontext() if _torch.simulated() else _torch.outside_modes():  # a mesh computes with tensors
             mesh = grid.mesh[axis]
