@@ -277,9 +277,6 @@ class _Grids(dict[tuple[Any, ...], Any]):
     def __reduce__(self) -> tuple[type[OrderedDict[Any, Any]], tuple[()]]:
         return OrderedDict, ()
 
-    def __deepcopy__(self, memo: object) -> "_Grids":
-        return _Grids()
-
 
 def _grids_of(mesh: DeviceMesh) -> _Grids:
     attributes: dict[str, Any] = vars(mesh)
