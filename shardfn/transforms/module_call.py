@@ -387,13 +387,9 @@ def _recomputed(unit: str, module: nn.Module, inner: Forward, args: Any, kwargs:
     return out
 
 
-def _dropout(path: str, offsets: Callable[[int, int], Offsets]) -> Forward:
-    """The forward of a dropout module under a `dropout_seed`."""
-
-    def forward(module: Any, input: Tensor) -> Tensor:  # as torch calls it, which may be given it by name
-        return call_now().session.masks.apply(path, module, input, offsets)
-
-    return forward
+def _dropout(path: str, offsets: Callable[[int, int], Offsets], module: Any, input: Tensor) -> Tensor:
+    """The forward of a dropout module under a `dropout_seed`; `input` as torch calls it, which may be given by name."""
+    return call_now().session.masks.apply(path, module, input, offsets)
 
 
 def _scores(path: str, x: Tensor, p: float, axes: Sequence[str], grid: Grid) -> Tensor:
@@ -481,7 +477,7 @@ def _bind(model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustme
     around = {unit: goes_around(_in_unit, unit, here) for unit, here in units.items()}
     around |= {name: wiring.chained(cast, around[name]) for name, cast in wiring.unit_casts(plan).items()}
     paths = dropout_modules(model) if seeded else ()
-    dropouts = {path: _dropout(path, partial(offsets_of_call, path, plan, grid, adjust.splits)) for path in paths}
+    dropouts = {at: partial(_dropout, at, partial(offsets_of_call, at, plan, grid, adjust.splits)) for at in paths}
     return ModelBinding(model, names, wiring.wire(plan, names, axes, adjust, around, dropouts))
 
 
