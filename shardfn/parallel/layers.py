@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfn._torch import padding_widths
-from shardfn.binding import Forward
+from shardfn.binding import Forward, weight_now
 from shardfn.layout import BIAS_DIM, Part, Plan, class_of, even, is_in
 from shardfn.notation import ShardError
 from shardfn.parallel.compute_axes import ComputeAxes
@@ -30,12 +30,12 @@ _FUSED = {  # a forward that hands its children's weights to one fused operation
 }
 
 
-def parallel_forwards(plan: Plan, axes: ComputeAxes, weight: Callable[[str], Tensor]) -> dict[str, Forward]:
+def parallel_forwards(plan: Plan, axes: ComputeAxes) -> dict[str, Forward]:
     """Module path -> forward, for every module that owns a parameter split over a compute axis of several ranks."""
     forwards: dict[str, Forward] = {}
     split = {module.name for module in plan.info.modules if splits(plan, module)}
     for module in plan.info.modules:
-        layer = Layer(module, plan, axes, weight)
+        layer = Layer(module, plan, axes)
         if module.name in plan.forwards:
             forwards[module.name] = custom_forward(layer, plan.forwards[module.name])
         elif module.kind in _FORWARDS and module.name in split:
@@ -61,7 +61,7 @@ def _convolution(layer: Layer) -> Forward:
     def forward(module: Any, x: Tensor, output_size: Any = None) -> Tensor:
         if odd or output_size is not None:
             raise layer.refuse("'output_size' and a split kernel are not served; split channels only")
-        w, bias = layer.weight(layout.name), layer.local("bias")
+        w, bias = weight_now(layout.name), layer.local("bias")
         dim, groups = x.dim() - space - 1, module.groups
         x = layer.own_part(x, {axis: parts[axis].at(dim) for axis in rows})
         if groups > 1:
@@ -114,7 +114,7 @@ def _norm(normed: Norm, layer: Layer) -> Forward:
     parts = layer.parts("weight")
 
     def forward(module: Any, x: Tensor) -> Tensor:
-        w, bias = layer.weight(layer.layout("weight").name), layer.local("bias")
+        w, bias = weight_now(layer.layout("weight").name), layer.local("bias")
         x = layer.own_part(x, {axis: part.at(1) for axis, part in parts.items()})
         layer.check_channels(x, 1, w.shape[0])
         return layer.made(normed(layer, module, parts, x, w, bias), list(parts), 1, parts)
@@ -207,7 +207,7 @@ def _attention(layer: Layer) -> Forward:
             weights = _weights(layer, module, axes_of_heads, shares, average_attn_weights) if need_weights else None
         else:
             out, weights = F.scaled_dot_product_attention(q, k, v, mask, drops), None
-        y = F.linear(out.transpose(1, 2).flatten(2), layer.weight(layer.layout("out_proj.weight").name))
+        y = F.linear(out.transpose(1, 2).flatten(2), weight_now(layer.layout("out_proj.weight").name))
         y = y.squeeze(0) if alone else y if module.batch_first else y.transpose(0, 1)
         y = layer.total(y, axes_of_heads)
         bias = layer.local("out_proj.bias")
@@ -257,7 +257,7 @@ def _projected(layer: Layer, module: Any, inputs: Sequence[Tensor], alone: bool)
     """Queries, keys and values by this rank's heads, [b, heads, s, d]."""
     fused, bias = layer.local("in_proj_weight"), layer.local("in_proj_bias")
     names = (f"{x}_proj_weight" for x in "qkv")
-    weights = [layer.weight(layer.layout(x).name) for x in names] if fused is None else fused.chunk(3)
+    weights = [weight_now(layer.layout(x).name) for x in names] if fused is None else fused.chunk(3)
     biases = bias.chunk(3) if bias is not None else (None, None, None)
     heads = []
     for x, w, b in zip(inputs, weights, biases, strict=True):

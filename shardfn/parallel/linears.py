@@ -9,7 +9,7 @@ row-parallel; on the vocab factor of an embedding the lookup is masked. [Note: w
     lookup   ids [..]       -> masked rows of W [vocab@tp, c] -> psum          -> [.., c]
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import has_no_memory, outside_transforms, simulated, values_of
-from shardfn.binding import Forward
+from shardfn.binding import Forward, weight_now
 from shardfn.layout import BIAS_DIM, OUT_DIM, Layout, ModuleInfo, Part, Plan, calls_own, class_of, index_along, part_for
 from shardfn.notation import ShardError, did_you_mean, parse
 from shardfn.parallel.compute_axes import ComputeAxes
@@ -44,7 +44,6 @@ class Layer:
     module: ModuleInfo
     plan: Plan
     axes: ComputeAxes
-    weight: Callable[[str], Tensor]
 
     @property
     def name(self) -> str:
@@ -72,7 +71,7 @@ class Layer:
     def local(self, attribute: str) -> Tensor | None:
         """A parameter, whole over data axes; None when the module has none."""
         name = self.plan.canonical.get(self.path(attribute))
-        return None if name is None else self.weight(name)
+        return None if name is None else weight_now(name)
 
     def parts(self, attribute: str) -> dict[str, Part]:
         """By axis, which part of a parameter a rank has."""
@@ -180,10 +179,10 @@ def others_forwards(plan: Plan) -> set[str]:
 
 def custom_forward(layer: Layer, fn: Forward) -> Forward:
     """A declared parallel forward, as the forward of a module."""
-    layouts, weight = Layouts(layer), layer.weight
+    layouts = Layouts(layer)
 
     def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        local = _ByAttribute({attribute: weight(layout.name) for attribute, layout in layouts.items()})
+        local = _ByAttribute({attribute: weight_now(layout.name) for attribute, layout in layouts.items()})
         local.layer = layer
         return fn(module, local, layouts, *args, **kwargs)
 
@@ -196,7 +195,7 @@ def _linear(layer: Layer) -> Forward:
     out, axes = OUT_DIM[layer.module.kind], layer.axes
 
     def forward(module: nn.Module, x: Tensor) -> Any:
-        w, bias = layer.weight(layout.name), layer.local("bias")
+        w, bias = weight_now(layout.name), layer.local("bias")
         w = w if out == 0 else w.t()  # [out/columns, in/rows]
         x = layer.own_part(x, {axis: parts[axis].at(x.dim() - 1) for axis in rows})
         if x.shape[-1] != w.shape[1]:
@@ -298,7 +297,7 @@ def _lookup(layer: Layer) -> Forward:
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             why = f"{name!r} splits its table by '{layout.rule}'"
             raise ShardError(f"apply: {why}; max_norm, scale_grad_by_freq and sparse need it whole")
-        w = layer.weight(layout.name)  # [vocab/axes, c/columns]
+        w = weight_now(layout.name)  # [vocab/axes, c/columns]
         require_ids(name, ids, layout.shape[0])
         for axis in vocab:
             axes.require_whole(ids, axis, "its ids")

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfn._torch import Compiler, pytree
-from shardfn.binding import Around, Forward, Wiring, goes_around, weight_now
+from shardfn.binding import Around, Forward, Wiring, goes_around
 from shardfn.layout import Part, Plan, describe, is_in, kind_of, may_be_differentiated, modules_above, submodule
 from shardfn.notation import ShardError, parse
 from shardfn.parallel.amended_calls import amending
@@ -37,17 +37,10 @@ from shardfn.parallel.layers import parallel_forwards
 from shardfn.parallel.linears import others_forwards, splits
 
 Decision = Callable[[list[Any]], Sequence[Step]]  # which steps the leaves of inputs or outputs need
+Names = Mapping[str, Mapping[str, str]]  # module path -> attribute -> canonical parameter
 
 
-def wire(
-    plan: Plan,
-    names: Mapping[str, Mapping[str, str]],
-    axes: ComputeAxes,
-    adjust: Adjustments,
-    around: Mapping[str, Around],
-    dropouts: Mapping[str, Forward],
-    compiles: bool = True,
-) -> Wiring:
+def wire(plan: Plan, names: Names, axes: ComputeAxes, adjust: Adjustments, around: Mapping[str, Around]) -> Wiring:
     """The wiring of a model's modules.
 
     Args:
@@ -56,8 +49,6 @@ def wire(
         axes: the collectives over compute axes.
         adjust: what the shape-only trace added.
         around: module path -> what goes around its forward.
-        dropouts: module path -> forward of a dropout module, under a `dropout_seed`.
-        compiles: whether forwards are compiled when the policy or `module.compile()` says so.
     """
 
     axes.adjust = adjust
@@ -88,8 +79,7 @@ def wire(
     wrapped |= {path: chained(_entering(axes, path, entered, shares), wrapped.get(path)) for path in readers}
     for path, outer in moves:
         wrapped[path] = chained(outer, wrapped.get(path))
-    forwards = {**parallel_forwards(plan, axes, weight_now), **dropouts}
-    compilers = _compilers(plan) if compiles else None
+    forwards, compilers = parallel_forwards(plan, axes), _compilers(plan)
     return Wiring(forwards, wrapped, compilers, vary if varying else None, plan.local_sizes, tuple(around), set(calls))
 
 
@@ -158,7 +148,7 @@ def shared_alone(path: str, axis: str) -> str:
     )
 
 
-def _with_parts(plan: Plan, names: Mapping[str, Mapping[str, str]]) -> list[str]:
+def _with_parts(plan: Plan, names: Names) -> list[str]:
     """The modules whose own forwards are given, or may reach, parts of parameters."""
     split = {name for name, layout in plan.layouts.items() if plan.compute_axes(layout)}
     owners = {path for path, owned in names.items() if split & set(owned.values())}

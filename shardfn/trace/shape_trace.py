@@ -349,7 +349,7 @@ class ShapeTrace:
         flow = StepFinder(self.plan, run, self._axes, adjust, self._several)
         steps = flow.around() if follows else {}
         around |= {path: wiring.chained(moves, around.get(path)) for path, moves in steps.items()}
-        wired = self._of_both(wiring.wire(self.plan, self.names, axes, adjust, around, {}, compiles=False), run)
+        wired = self._of_both(wiring.wire(self.plan, self.names, axes, adjust, around), run)
         try:
             functions = beside.PairedFunctionMode(run, amends, self.varies_inputs)
             kept = self._forward(wired, run, functions, flow.begin)
@@ -374,7 +374,7 @@ class ShapeTrace:
         around = {path: goes_around(_not_in_one, run, path, moves) for path, moves in wired.around.items()}
         around |= {path: wiring.chained(cast, around.get(path)) for path, cast in casts.items()}
         sizes = {path: self._sizes(path, local_sizes, run) for path, local_sizes in wired.sizes.items()}
-        return replace(wired, forwards=forwards, around=around, sizes=sizes)
+        return replace(wired, forwards=forwards, around=around, compilers=None, sizes=sizes)
 
     def _sizes(self, path: str, local_sizes: Mapping[str, int], run: Interpreter) -> dict[str, Any]:
         """The sizes that a module has in attributes: on a rank and, where they differ, in one process."""

@@ -478,7 +478,8 @@ def _bind(model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustme
     around |= {name: wiring.chained(cast, around[name]) for name, cast in wiring.unit_casts(plan).items()}
     paths = dropout_modules(model) if seeded else ()
     dropouts = {at: partial(_dropout, at, partial(offsets_of_call, at, plan, grid, adjust.splits)) for at in paths}
-    return ModelBinding(model, names, wiring.wire(plan, names, axes, adjust, around, dropouts))
+    wired = wiring.wire(plan, names, axes, adjust, around)
+    return ModelBinding(model, names, replace(wired, forwards={**wired.forwards, **dropouts}))
 
 
 class _History:
