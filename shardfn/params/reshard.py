@@ -63,12 +63,6 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
             raise ShardError(f"reshard: the meshes have other ranks: {a} and {b}; save and load a checkpoint instead")
     for name, leaf in tree.items():
         require_reduced("reshard", name, leaf)
-    asks = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tree.values())
-    return (_resharded if asks else _moved)(tree, plan, mesh)
-
-
-def _resharded(tree: Params, plan: Plan, mesh: DeviceMesh) -> Params:
-    """`_moved`, differentiable."""
     plan = plan.with_reduction(tree.plan.reduction or "mean")
     layouts = (plan.layouts[old.name] for old in selected_layouts(tree, None))
     before = _Stored(tuple(tree), tree.plan, tree.mesh)
