@@ -62,7 +62,7 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
             continue
         spec = buckets.leaf_spec(like.plan, grid, layout.name, value.dtype) if layout.plain else None
         if isinstance(value, DTensor):
-            require_own_part(f"'{layout.name}'", value, grid.ranks())
+            require_own_part(f"'{layout.name}'", value, grid.ranks)
             if spec is not None and value.device_mesh == spec.mesh and tuple(value.placements) == spec.placements:
                 tree.shards[layout.name] = unwrap_local(value)
                 continue

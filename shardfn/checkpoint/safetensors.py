@@ -349,7 +349,7 @@ class _Export:
     ) -> None:
         self._params, self._dtype, self._pieces = params, dtype, pieces
         self._places = layout.grid_of(params.mesh, params.plan.roles.storage)
-        self._first = self._places.ranks()[0]
+        self._first = self._places.ranks[0]
         self._is_first = not self._places.exchanges or dist.get_rank() == self._first
         self.writer = TensorWriter(path, files)
 
@@ -392,7 +392,7 @@ class _Export:
             dtype = self._dtype_of(layout)
             full = self._host[: layout.numel * dtype.itemsize].view(dtype).view(layout.shape)
         for leaf in layout.leaves:
-            for owner in self._places.ranks():
+            for owner in self._places.ranks:
                 coords = self._places.coords_of(owner)
                 if all(at == 0 or axis in leaf.axes for axis, at in coords.items()):  # others have the same parts
                     self._move(leaf, owner, None if full is None else layout.part(leaf, full).view(leaf.extent))

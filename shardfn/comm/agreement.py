@@ -184,11 +184,11 @@ def check_batch(grid: Grid, compute: Sequence[str], batch: Any, problem: str | N
     if grid.pure and not simulated():  # recorded ones have no values
         return
     if grid.pure:  # one process has the batches of all ranks
-        parts = (pytree.tree_map(partial(part_of_rank, rank=rank), batch) for rank in grid.ranks())
+        parts = (pytree.tree_map(partial(part_of_rank, rank=rank), batch) for rank in grid.ranks)
         prints = [*map(_fingerprint, parts)]
     for axis in compute:
         of_group: dict[Any, int] = {}
-        groups = (tuple((grid.coords_of(rank) | {axis: 0}).items()) for rank in grid.ranks())
+        groups = (tuple((grid.coords_of(rank) | {axis: 0}).items()) for rank in grid.ranks)
         if any(of_group.setdefault(group, x) != x for group, x in zip(groups, prints, strict=True)):
             raise ShardError(f"apply: the inputs differ between ranks along '{axis}'{SAME_SAMPLES}")
 

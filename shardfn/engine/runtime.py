@@ -76,7 +76,7 @@ class Order:
 
     def _agree(self, event: str) -> None:
         """Meet the other ranks at the store: the first one says what it does, the last one lets all go on."""
-        store, ranks = _torch.default_store(), self._grid.ranks()
+        store, ranks = _torch.default_store(), self._grid.ranks
         key = f"{self._prefix}/{self.asked}"
         self.asked += 1
         mine = f"rank {dist.get_rank()} is about to {event}"

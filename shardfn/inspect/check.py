@@ -251,7 +251,7 @@ def _noting_outputs(model: nn.Module, outputs: list[tuple[str, list[Tensor]]]) -
 def _compared(computed: _Step, wanted: _Step, grid: Grid, tolerance: float) -> Report:
     problems: list[str] = []
     close = partial(agrees, tolerance=tolerance)
-    ours = [float(part_of_rank(computed.loss, rank)) for rank in grid.ranks()]
+    ours = [float(part_of_rank(computed.loss, rank)) for rank in grid.ranks]
     theirs = float(part_of_rank(wanted.loss, 0))
     equal_loss = all(close(torch.tensor(x), torch.tensor(theirs), 0.0) for x in ours)
     module = _first_different(computed, wanted, grid, close)
@@ -300,11 +300,11 @@ def _different(
     wrong = []
     for name, expected in wanted.items():
         right = part_of_rank(expected, 0)
-        bad = [rank for rank in grid.ranks() if not close(part_of_rank(computed[name], rank), right, 1e-3 * total)]
+        bad = [rank for rank in grid.ranks if not close(part_of_rank(computed[name], rank), right, 1e-3 * total)]
         if bad:
             value = part_of_rank(computed[name], bad[0])
             error = ((value - right).double().norm() / max(right.double().norm().item(), 1e-30)).item()
-            some = f", on ranks {bad}" if len(bad) < len(grid.ranks()) else ""
+            some = f", on ranks {bad}" if len(bad) < len(grid.ranks) else ""
             wrong.append((name, error, some))
     return wrong
 
@@ -329,7 +329,7 @@ def _is_different(x: Tensor, whole: Tensor, grid: Grid, data: Sequence[str], clo
     """Whether what ranks have is neither their samples of the whole nor parts of these."""
     count = prod(grid.sizes[axis] for axis in data)
     samples: dict[int, list[Tensor]] = {}
-    for rank in grid.ranks():
+    for rank in grid.ranks:
         index = index_along(data, grid.sizes, grid.coords_of(rank))
         samples.setdefault(index, []).append(part_of_rank(x, rank))
     split = whole.dim() and whole.shape[0] % count == 0 and samples[0][0].shape[:1] != whole.shape[:1]

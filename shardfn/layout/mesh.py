@@ -231,7 +231,7 @@ class Grid:
     sizes: dict[str, int]
     coords: dict[str, int]
     groups: dict[str, ProcessGroup] = field(repr=False)
-    numbers: tuple[int, ...] = field(repr=False)  # of the ranks, in the user's order
+    ranks: tuple[int, ...] = field(repr=False)  # their global numbers, in the user's order
     pure: bool = False
 
     @cached_property
@@ -239,18 +239,14 @@ class Grid:
         """Where shards and gathered tensors live on this rank."""
         return device_of(self.mesh.device_type)
 
-    def ranks(self) -> list[int]:
-        """Global ranks of the mesh, in the user's order."""
-        return list(self.numbers)
-
     @property
     def exchanges(self) -> bool:
         """Whether there are other processes to compare notes with, now."""
-        return len(self.numbers) > 1 and not self.pure
+        return len(self.ranks) > 1 and not self.pure
 
     @cached_property
     def _places(self) -> dict[int, dict[str, int]]:
-        pairs = zip(self.numbers, product(*map(range, self.sizes.values())), strict=True)
+        pairs = zip(self.ranks, product(*map(range, self.sizes.values())), strict=True)
         return {rank: dict(zip(self.sizes, place, strict=True)) for rank, place in pairs}
 
     def coords_of(self, rank: int) -> dict[str, int]:

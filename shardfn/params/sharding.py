@@ -137,7 +137,7 @@ def gather(
         _refuse_differentiated(f"gather(to={to!r})", leaves.values(), f"{instead} alone")
     for name, leaf in leaves.items():
         require_reduced("gather", name, leaf)
-    keep = to != "rank0" or dist.get_rank() == grid_of(tree.mesh, tree.plan.roles.storage).ranks()[0]
+    keep = to != "rank0" or dist.get_rank() == grid_of(tree.mesh, tree.plan.roles.storage).ranks[0]
     out: dict[str, Tensor] = {}
     with called_by_all("gather(params)"):
         for one, wholes in gather_groups(tree, layouts, 0 if to != "all" else MAX_BUCKET_BYTES):

@@ -156,7 +156,7 @@ class _Call:
                 adjust = self._adjustments(args, kwargs)
         except (ShardError, TypeError) as error:
             problem = error
-        compares = (self.loops or self.kept.calls <= _CHECKED_CALLS) and len(self.grid.ranks()) > 1 and not inside
+        compares = (self.loops or self.kept.calls <= _CHECKED_CALLS) and len(self.grid.ranks) > 1 and not inside
         self.params.compares = self.kept.compute if compares and not self.grid.pure else ()
         if compares:
             try:

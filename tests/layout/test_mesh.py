@@ -127,7 +127,7 @@ def grids_on_a_rank() -> None:
     assert places.coords == {"fsdp": rank // 2, "tp": rank % 2} and places.sizes == {"fsdp": 2, "tp": 2}
     assert places.storage.mesh_dim_names == ("tp", "fsdp") and places.storage.mesh.tolist() == [[0, 2], [1, 3]]
     assert places.storage.get_group("tp") is mesh.get_group("tp") is places.groups["tp"], "no communicator is added"
-    assert places.ranks() == [0, 1, 2, 3] and places.device == torch.device("cpu")
+    assert places.ranks == (0, 1, 2, 3) and places.device == torch.device("cpu")
     assert grid_of(mesh, ("tp", "fsdp")) is places, "made once"
     assert grid_of(mesh, ("fsdp", "tp")).storage is mesh, "already in storage order"
     twin = copy.deepcopy(mesh)
