@@ -393,7 +393,7 @@ class _Export:
             full = self._host[: layout.numel * dtype.itemsize].view(dtype).view(layout.shape)
         for leaf in layout.leaves:
             for owner in self._places.ranks:
-                coords = self._places.coords_of(owner)
+                coords = self._places.coords_of[owner]
                 if all(at == 0 or axis in leaf.axes for axis, at in coords.items()):  # others have the same parts
                     self._move(leaf, owner, None if full is None else layout.part(leaf, full).view(leaf.extent))
         return full
@@ -402,7 +402,7 @@ class _Export:
         """What a rank has of a leaf, into the whole one of the first rank."""
         local = unwrap_local(self._params[leaf.name]).detach()
         dtype, me = _written(local.dtype, self._dtype), dist.get_rank()
-        ranges = leaf.local_range(self._places.sizes, self._places.coords_of(owner))
+        ranges = leaf.local_range(self._places.sizes, self._places.coords_of[owner])
         if me not in (owner, self._first):
             return
         for block in blocks([n for _, n in ranges], BLOCK_BYTES // dtype.itemsize):

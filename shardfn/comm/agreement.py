@@ -188,7 +188,7 @@ def check_batch(grid: Grid, compute: Sequence[str], batch: Any, problem: str | N
         prints = [*map(_fingerprint, parts)]
     for axis in compute:
         of_group: dict[Any, int] = {}
-        groups = (tuple((grid.coords_of(rank) | {axis: 0}).items()) for rank in grid.ranks)
+        groups = (tuple((grid.coords_of[rank] | {axis: 0}).items()) for rank in grid.ranks)
         if any(of_group.setdefault(group, x) != x for group, x in zip(groups, prints, strict=True)):
             raise ShardError(f"apply: the inputs differ between ranks along '{axis}'{SAME_SAMPLES}")
 

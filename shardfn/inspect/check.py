@@ -330,7 +330,7 @@ def _is_different(x: Tensor, whole: Tensor, grid: Grid, data: Sequence[str], clo
     count = prod(grid.sizes[axis] for axis in data)
     samples: dict[int, list[Tensor]] = {}
     for rank in grid.ranks:
-        index = index_along(data, grid.sizes, grid.coords_of(rank))
+        index = index_along(data, grid.sizes, grid.coords_of[rank])
         samples.setdefault(index, []).append(part_of_rank(x, rank))
     split = whole.dim() and whole.shape[0] % count == 0 and samples[0][0].shape[:1] != whole.shape[:1]
     expected = whole.unflatten(0, (count, -1)) if split and count > 1 else [whole] * count

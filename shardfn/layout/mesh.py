@@ -245,13 +245,10 @@ class Grid:
         return len(self.ranks) > 1 and not self.pure
 
     @cached_property
-    def _places(self) -> dict[int, dict[str, int]]:
+    def coords_of(self) -> dict[int, dict[str, int]]:
+        """Where each global rank is."""
         pairs = zip(self.ranks, product(*map(range, self.sizes.values())), strict=True)
         return {rank: dict(zip(self.sizes, place, strict=True)) for rank, place in pairs}
-
-    def coords_of(self, rank: int) -> dict[str, int]:
-        """Where a global rank is."""
-        return self._places[rank]
 
 
 def per_rank(places: Grid, fn: Callable[..., Sequence[Tensor]], values: Sequence[Any]) -> list[Tensor]:
@@ -261,7 +258,7 @@ def per_rank(places: Grid, fn: Callable[..., Sequence[Tensor]], values: Sequence
     """
     if not simulated():
         return list(fn(places.coords, list(values)))
-    return on_each_rank(lambda rank, inputs: fn(places.coords_of(rank), inputs), values)
+    return on_each_rank(lambda rank, inputs: fn(places.coords_of[rank], inputs), values)
 
 
 class _Grids(dict[tuple[Any, ...], Any]):

@@ -198,7 +198,7 @@ def from_src(tensor: Tensor, src: int | None, grid: Grid) -> Tensor:
     full = torch.empty(tensor.shape, dtype=tensor.dtype, device=grid.device)
     if dist.get_rank() == src:
         full.copy_(tensor.detach())
-    origin = grid.coords_of(src)
+    origin = grid.coords_of[src]
     data = full.view(-1).view(torch.uint8)
     for i, axis in enumerate(grid.sizes):
         later = list(grid.sizes)[i + 1 :]
