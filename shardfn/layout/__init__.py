@@ -13,8 +13,8 @@ from shardfn.layout.layout import Axes, Box, Layout, Leaf, blocks, clear_padding
 from shardfn.layout.layout import from_compute_view, local_boxes, local_slice, narrowed, own_parts, runs
 from shardfn.layout.layout import part_for, to_leaves
 from shardfn.layout.mesh import Grid, MeshSpec, Roles, axes_of, chunk, default_device_type, device_of, grid_of
-from shardfn.layout.mesh import index_along, make_mesh
-from shardfn.layout.mesh import nested_chunk, nested_index, part_of, per_rank, require_member, roles, use_part
+from shardfn.layout.mesh import index_along, make_mesh, nested_chunk, nested_index, part_of, per_rank, require_member
+from shardfn.layout.mesh import roles, use_part
 from shardfn.layout.model_info import BIAS_DIM, CLASS, OUT_DIM, OWN, WRAPPED, ModuleInfo, StandIn, by_all_names
 from shardfn.layout.model_info import calls_own, class_name, class_of, declares, describe, has_derivatives, kind_of
 from shardfn.layout.model_info import may_be_differentiated, named_buffers, named_parameters, note_shard

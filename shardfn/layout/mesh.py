@@ -180,11 +180,9 @@ def _inferred(sizes: dict[str, int], world: int) -> dict[str, int]:
     fixed = prod(size for size in sizes.values() if size != -1)
     if fixed == world or (unknown and world % fixed == 0):
         return {name: world // fixed if size == -1 else size for name, size in sizes.items()}
-    why = (
-        f"{world} % {fixed} = {world % fixed}"
-        if unknown
-        else " x ".join(map(str, sizes.values())) + (f" = {fixed}" if len(sizes) > 1 else "")
-    )
+    why = " x ".join(map(str, sizes.values())) + (f" = {fixed}" if len(sizes) > 1 else "")
+    if unknown:
+        why = f"{world} % {fixed} = {world % fixed}"
     fix = "set nproc-per-node" if fixed > world or unknown else "write -1 for one axis, or make an axis larger"
     raise ShardError(f"{call}: {why}, but there are {world} ranks (WORLD_SIZE). Start {fixed} ranks ({fix}).")
 
