@@ -6,7 +6,6 @@ that gathered memory can be freed), `reductions` (when gradients are reduced; `c
 weights, see `binding`; arithmetic of split layers, see `parallel`.
 """
 
-from shardfn.engine import reductions
-from shardfn.engine.reductions import Gradients, is_held_back
+from shardfn.engine.reductions import Gradients
 from shardfn.engine.remat import Borrowed, recomputed
 from shardfn.engine.session import Session

@@ -21,6 +21,7 @@ from shardfn._torch import accumulates, foreach, grad_dtypes_of, spec_of, unwrap
 from shardfn.comm import AsyncCollective, BucketOnGrid, Explain
 from shardfn.layout import Plan, local_slice
 from shardfn.notation import ShardError
+from shardfn.params import is_sum
 
 Grads = Sequence[Tensor | None]  # one for each leaf, or none
 _IN_FLIGHT = 1  # reductions under way at the same time: each holds the gradients that it sends
@@ -40,11 +41,6 @@ def goes_into_grad(nodes: Sequence[Any]) -> bool:
     return not torch.is_grad_enabled() and all(map(accumulates, nodes))
 
 
-def is_held_back(grad: Tensor | None) -> bool:
-    """Whether a gradient was not reduced yet."""
-    return isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)
-
-
 @torch.no_grad()
 def hold_back(on_grid: BucketOnGrid, leaves: Sequence[Tensor], pending: Grads) -> None:
     """Add pending gradients [whole over data] to those in `.grad`, unreduced."""
@@ -53,7 +49,7 @@ def hold_back(on_grid: BucketOnGrid, leaves: Sequence[Tensor], pending: Grads) -
         if grad is None:
             continue
         had = leaf.grad
-        if had is not None and is_held_back(had):
+        if had is not None and is_sum(had):
             unwrap_local(had).add_(grad)
             continue
         (dtype,) = grad_dtypes_of([leaf])
@@ -73,7 +69,7 @@ def with_held_back(leaves: Sequence[Tensor], pending: Grads) -> list[Tensor | No
     grads = list(pending)
     for index, leaf in enumerate(leaves):
         had = leaf.grad
-        if had is not None and is_held_back(had):
+        if had is not None and is_sum(had):
             more, leaf.grad = grads[index], None
             grads[index] = unwrap_local(had) if more is None else unwrap_local(had).add_(more)
     return grads
@@ -87,7 +83,7 @@ def _names_waiting(plan: Plan) -> set[str]:
 @torch.no_grad()
 def reduce_held_back(plan: Plan, on_grids: Iterable[BucketOnGrid], leaves: Mapping[str, Tensor]) -> None:
     """Reduce what was held back and the last backward did not reach."""
-    names = {name for name in _names_waiting(plan) if name in leaves and is_held_back(leaves[name].grad)}
+    names = {name for name in _names_waiting(plan) if name in leaves and is_sum(leaves[name].grad)}
     for on_grid in on_grids if names else ():
         waiting = [leaves[name] for name in on_grid.bucket.leaves if name in names]
         if not waiting:

@@ -11,5 +11,5 @@ from shardfn.params.initialize import NewTree, Origin, agreed_plan
 from shardfn.params.local_trees import Across, entered, left, lower, over_params
 from shardfn.params.reshard import reshard
 from shardfn.params.sharding import gather, plain_leaf, reduce_grads, require_reduced, shard
-from shardfn.params.tree import Params, cast, data_axes_of, ema, has_parts, is_tree, leaves, lerp, map, map_local
-from shardfn.params.tree import path_name, paths, select, trees_in, watched_parts, zeros_like
+from shardfn.params.tree import Params, cast, data_axes_of, ema, has_parts, is_sum, is_tree, leaves, lerp, map
+from shardfn.params.tree import map_local, path_name, paths, select, trees_in, watched_parts, zeros_like

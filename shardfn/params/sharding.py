@@ -21,7 +21,7 @@ from shardfn.context import is_differentiated, note_tree
 from shardfn.layout import Grid, Layout, Plan, Policy, compute_view_shape, first_match, from_compute_view, grid_of
 from shardfn.notation import ShardError, did_you_mean
 from shardfn.params.initialize import Origin, shard_own
-from shardfn.params.tree import Params, watch_optimizers
+from shardfn.params.tree import Params, is_sum, watch_optimizers
 
 MAX_BUCKET_BYTES = 64 * 2**20
 
@@ -230,7 +230,7 @@ def require_reduced(verb: str, name: str, leaf: Tensor) -> None:
     """
     if not isinstance(leaf, DTensor) and not in_transform():
         raise plain_leaf(verb, name)
-    if isinstance(leaf, DTensor) and any(isinstance(placement, Partial) for placement in leaf.placements):
+    if is_sum(leaf):
         why = f"{verb}: '{name}' is a sum that is still pending. Gradients of value_and_grad(reduce=None) go through"
         instead = "a function in sf.tree.map that adds up leaves ends in value.redistribute(placements=leaf.placements)"
         raise ShardError(f"{why} sf.reduce_grads(tree); {instead}")

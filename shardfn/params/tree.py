@@ -288,13 +288,14 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return _as_members(out, tree) if isinstance(tree, Params) and tree else out
 
 
-def _is_sum(leaf: Any) -> bool:
+def is_sum(leaf: object) -> bool:
+    """Whether a leaf, or a gradient, is a sum over ranks that is still pending."""
     return isinstance(leaf, DTensor) and any(placement.is_partial() for placement in leaf.placements)
 
 
 def _refuse_mixed_sums(tree: Params, rows: Iterable[Sequence[Any]]) -> None:
     for name, row in zip(tree, rows, strict=True):
-        if len({_is_sum(leaf) for leaf in row if isinstance(leaf, DTensor)}) > 1:
+        if len({is_sum(leaf) for leaf in row if isinstance(leaf, DTensor)}) > 1:
             why = "is a sum that is still pending in some of the trees, which torch would add up, and not average"
             raise ShardError(f"tree.map: {name!r} {why}; call sf.reduce_grads first")
 
@@ -302,7 +303,7 @@ def _refuse_mixed_sums(tree: Params, rows: Iterable[Sequence[Any]]) -> None:
 def _in_layout(tree: Params, name: str, result: Any) -> Any:
     """What is made of a leaf and has its shape, in its layout; what is made of a pending sum stays as it is."""
     leaf, (_, known) = tree[name], tree.plan.leaves.get(name, (None, None))
-    if not isinstance(leaf, DTensor) or not isinstance(result, DTensor) or _is_sum(leaf):
+    if not isinstance(leaf, DTensor) or not isinstance(result, DTensor) or is_sum(leaf):
         return result
     if result.shape != leaf.shape or result.device_mesh != leaf.device_mesh or result.placements == leaf.placements:
         return result

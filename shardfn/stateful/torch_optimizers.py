@@ -14,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardfn._torch import move_to_mesh, seen_by_dynamo, simulated, spec_of
 from shardfn.checkpoint import rank_of_part
 from shardfn.comm import exchange_numbers
-from shardfn.engine import is_held_back
 from shardfn.layout import OWN
 from shardfn.notation import ShardError
+from shardfn.params import is_sum
 
 SHARD = f"{OWN}shard"  # on a parameter that is a shard: its name, and how many dims the model's has
 REPLACED = f"{OWN}replaced"  # on a parameter whose place a shard took: its name
@@ -100,7 +100,7 @@ def refuse_held_back(verb: str, grads: Iterable[Tensor | None], what: str = "a g
     Raises:
         ShardError: there is one.
     """
-    if any(map(is_held_back, grads)):
+    if any(map(is_sum, grads)):
         why = f"{what} was only added up under no_sync(), never reduced"
         raise ShardError(f"{verb}: {why}; run the last backward of a step outside of no_sync()")
 

@@ -25,10 +25,9 @@ from torch.distributed.tensor import DTensor, Shard
 from shardfn._torch import move_to_mesh, unwrap_local
 from shardfn.binding import module_tables
 from shardfn.compat.common import meshes, sharded_module
-from shardfn.engine import reductions
 from shardfn.layout import CLASS, device_of, exactly, shards_in
 from shardfn.notation import ShardError
-from shardfn.params import initialize, sharding
+from shardfn.params import initialize, is_sum, sharding
 from shardfn.stateful import REPLACED, whole_in_place
 
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
@@ -412,7 +411,7 @@ class FSDPModule(nn.Module):
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         self.reshard()
         for parameter in self.parameters():
-            if reductions.is_held_back(parameter.grad):
+            if is_sum(parameter.grad):
                 parameter.grad = None
 
     # -- when weights are freed ---------------------------------------------------------------------------------------
