@@ -280,16 +280,14 @@ def _check_output(
     run: Interpreter, tag: Tag, axis: str, part: Part, at: int | None, shape: tuple[int, ...], kept: Collection[str]
 ) -> None:
     asked = bool(tag.split_by) and tag.split_by <= set(kept)
-    if asked and part.alone and at is not None:
+    if asked and part.is_even and at is not None:
         run.found |= Adjustments(kept={(at, axis, part.dim)})
     elif asked:
         modules = ", ".join(sorted(tag.split_by))
         why = f"what is made of it within the model is not the same as of the whole output ({part.why or part.kind})"
-        why = f"it leaves the forward in {_OBJECT}" if part.alone else why
+        why = f"it leaves the forward in {_OBJECT}" if part.is_even else why
         what = f"{modules}: Policy.acts leaves its output split over '{axis}', and {why}"
         run.problems.append(Problem(what, "acts", tag.split_by))
-    elif tag.by_acts and part.alone and at is not None:
-        run.found |= Adjustments(joined={(at, axis, part.dim)})
     elif tag.by_acts:
         run.found |= Adjustments(whole=tag.by_acts)
     elif part.kind == "same" and at is not None:

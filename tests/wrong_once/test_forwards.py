@@ -978,3 +978,32 @@ def test_other_forwards_may_return_their_inputs_or_not(names: list[str]) -> None
     rules = {f"parts.{name}": rule for name, rule in _of(RULES).rules.items()}
     policy = sf.Policy(rules=rules, compute={name: FORWARDS[name] for name in names})
     sf.plan(Steps(), sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.randn(4, 8))
+
+
+class Flat(nn.Module):
+    """A block, and what is made of its output."""
+
+    def __init__(self, after: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.block(x))
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_split_positions_of_samples_in_one_dim_leave_in_order(mesh: DeviceMesh) -> None:
+    model, x = Flat(lambda y: y.flatten(0, 1)).double(), torch.randn(2, 4, 8, dtype=torch.float64)
+    rules = {"block.0.weight": "f@tp c", "block.1.weight": "c f@tp"}
+    params = sf.shard(model, mesh, sf.Policy(rules=rules, acts={"block": "b s@tp c"}))
+    assert_parity(sf.apply(model, params, x), model(x))
+
+
+@pytest.mark.parametrize(("rule", "after"), [("(2 f@tp) c", lambda y: y), ("f@tp c", lambda y: y.flatten(1))])
+def test_outputs_of_which_a_rank_has_several_pieces_do_not_stay_split(
+    rule: str, after: Callable[[Tensor], Tensor]
+) -> None:
+    policy = sf.Policy(rules={"block.1.weight": rule}, acts={"block.1": "... f@tp"})
+    with pytest.raises(sf.ShardError, match="leaves its output split over 'tp', and what is made of it"):
+        sf.plan(Flat(after), sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.rand(2, 4, 8))
