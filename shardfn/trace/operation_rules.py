@@ -271,8 +271,6 @@ def _added_product(op: Operation) -> Part | None:
     """A product and what is added to it, which is broadcast to its shape."""
     bias, product = op.args[0], _contracted(op, operations.PRODUCTS[_ADDED_TO[op.name.rstrip("_")]], *op.args[1:3])
     part = op.part(bias)
-    if part is None and product is None:
-        return None
     if op.kwargs.get("beta") == 0:
         return product
     if SUM in (part, product):

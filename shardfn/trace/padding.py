@@ -34,8 +34,6 @@ def after(func: Any, args: Any, kwargs: Any, zero: Zero, wanted: Zero, asked_for
     `wanted`: whether a tensor has a gradient. `asked_for`: which derivatives are besides, see `derivatives_asked_for`.
     """
     inputs = tensors_of((args, kwargs))
-    if not any(map(zero, inputs)):
-        return False, False
     name = base_name(func).rstrip("_")
     named = named_arguments(func, args, kwargs)
     if name in ("native_layer_norm", "native_group_norm", "_fused_rms_norm") and named.get("eps") == 0:
