@@ -110,16 +110,16 @@ def _stored(whole: tuple[int, ...], padded: Collection[tuple[int, int]]) -> Iter
 def _viewed(op: Operation, part: Part) -> Part:
     shape, new, whole = op.args[0].shape, op.results[0].shape, op.whole[0] if op.whole is not None else ()
     ways = reshaped(replace(part, second=None), shape, new)
-    way = next((way for way in ways if op.differs(way.dim)), ways[0])
     # Padded queries meet the keys of others when these are for some ranks only.
     wholes = list(_stored(whole, op.padded if part.share in (1, op.size) else ()))
-    if part.second is None and (op.whole is None or way.whole_shape(new, op.size) in wholes):
-        return way
+    fits = [way for way in ways if op.whole is None or way.whole_shape(new, op.size) in wholes]
+    if part.second is None and fits:
+        return fits[0]
     tried = (in_two_dims(part, shape, new, stored, op.size) for stored in wholes)
     in_two = next((two for two in tried if two is not None), None)
     if in_two is None and part.second is not None:
         raise NotRankByRank(f"a view of {tuple(shape)} as {tuple(new)} cuts between the parts of two dims")
-    return in_two or way
+    return in_two or ways[0]
 
 
 @rule_for("t", "transpose", "permute", "numpy_T")

@@ -82,12 +82,6 @@ class Operation(NamedTuple):
             for true, stored in self.padded
         )
 
-    def differs(self, dim: int) -> bool:
-        """Whether the first result is larger at `dim` in the run with whole values, as far as that is known."""
-        if self.whole is None or len(self.whole[0]) != self.results[0].dim():
-            return True
-        return self.whole[0][dim] != self.results[0].shape[dim] or self.results[0].shape[dim] == 0
-
 
 def is_stored(here: int, whole: int, padded: Collection[tuple[int, int]]) -> bool:
     """Whether a size is one that one process has, or that as it is stored with padding."""
