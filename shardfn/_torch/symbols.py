@@ -16,19 +16,21 @@ from torch import Tensor
 class Node:
     """What torch asks of the node of a `SymInt`, `SymFloat` or `SymBool`, for a number that is two.
 
-    A result of what torch computes with is another node. What it decides by, `decided` says.
+    A result of what torch computes with is another node, of the sources of all that it is made of.
     """
 
-    def __init__(self, rank: Any, one: Any) -> None:
-        self.rank, self.one = rank, one
+    def __init__(self, rank: Any, one: Any, decide: Callable[..., Any], sources: frozenset[str] = frozenset()) -> None:
+        """`decide`: says which of two numbers of some sources counts, where one may be right in general."""
+        self.rank, self.one, self.decide, self.sources = rank, one, decide, sources
 
     def decided(self, in_general: Any = None) -> Any:
         """The number that counts; there may be one that is right in general."""
-        raise NotImplementedError
+        return self.decide(self.rank, self.one, self.sources, in_general)
 
     def made(self, rank: Any, one: Any, *others: Any) -> "Node":
         """What is made of this and other nodes."""
-        raise NotImplementedError
+        sources = self.sources.union(*(x.sources for x in others if isinstance(x, Node)))
+        return Node(rank, one, self.decide, sources)
 
     in_general: bool | None = None  # of a comparison, what holds but in special cases
 

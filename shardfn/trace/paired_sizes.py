@@ -130,6 +130,10 @@ class Sides:
 _SIDES: ContextVar[Sides] = ContextVar("sides")
 
 
+def _decide(rank: Any, one: Any, sources: frozenset[str] = frozenset(), in_general: Any = None) -> Any:
+    return _SIDES.get().decide(rank, one, sources, in_general)
+
+
 def _line() -> str:
     """The innermost line that is neither torch's nor ours."""
     frame = currentframe()
@@ -142,20 +146,6 @@ def _line() -> str:
     return f"`{text}` ({place})" if text else place
 
 
-class _Sized(Node):
-    """A number of a rank and of one process, as torch's operators see it."""
-
-    def __init__(self, rank: Any, one: Any, sources: frozenset[str] = frozenset()) -> None:
-        super().__init__(rank, one)
-        self.sources = sources
-
-    def decided(self, in_general: Any = None) -> Any:
-        return _SIDES.get().decide(self.rank, self.one, self.sources, in_general)
-
-    def made(self, rank: Any, one: Any, *others: Any) -> "Node":
-        return _Sized(rank, one, self.sources.union(*(x.sources for x in others if type(x) is _Sized)))
-
-
 class Size(torch.SymInt):
     """A size that is one number on a rank and another one in one process; for Python it is an `int`."""
 
@@ -163,7 +153,7 @@ class Size(torch.SymInt):
     __class__: Any = property(lambda self: int)  # for `isinstance`
 
     def __init__(self, rank: int, one: int, sources: frozenset[str] = frozenset()) -> None:
-        super().__init__(_Sized(rank, one, sources))
+        super().__init__(Node(rank, one, _decide, sources))
 
     def __hash__(self) -> int:
         raise TypeError(  # einops does without its caches then, which would mix what ranks and one process have
@@ -175,7 +165,7 @@ def both(rank: Any, one: Any, sources: frozenset[str] = frozenset()) -> Any:
     """A number that is `rank` and `one`; one that is no integer is decided by."""
     if type(rank) is type(one) and rank == one:
         return rank
-    return Size(rank, one, sources) if type(rank) is type(one) is int else _SIDES.get().decide(rank, one, sources)
+    return Size(rank, one, sources) if type(rank) is type(one) is int else _decide(rank, one, sources)
 
 
 def of_side(x: Any, side: Side) -> Any:
@@ -223,13 +213,13 @@ def of_memory(func: Any, args: Any) -> Any:
     """How a pair lies in memory; who asks for plain numbers decides by them."""
     rank, one = (OF_MEMORY[func](*taken(args, side)) for side in ALONE)
     if isinstance(rank, list):
-        join = _SIDES.get().decide if func in PLAIN else _symbol
+        join = _decide if func in PLAIN else _symbol
         return [join(*n) for n in zip(rank, one, strict=True)]
-    return _SIDES.get().decide(rank, one, in_general=False)
+    return _decide(rank, one, in_general=False)
 
 
 def _symbol(rank: int, one: int) -> Any:
-    return rank if rank == one else torch.SymInt(_Sized(rank, one))
+    return rank if rank == one else torch.SymInt(Node(rank, one, _decide))
 
 
 def local_of(x: Tensor) -> Tensor:
@@ -260,7 +250,7 @@ def is_paired(tree: Any) -> bool:
 def sources_of(values: Iterable[Any]) -> frozenset[str]:
     """The modules at which `Policy.acts` splits what sizes among values, or their nodes, are of."""
     nodes = (x.node if type(x) in (Size, torch.SymInt) else x for x in values)
-    return frozenset[str]().union(*(node.sources for node in nodes if isinstance(node, _Sized)))
+    return frozenset[str]().union(*(node.sources for node in nodes if isinstance(node, Node)))
 
 
 def lie_alike(local: Tensor, whole: Tensor) -> bool:
@@ -292,7 +282,7 @@ def paired(local: Any, whole: Any, arguments: dict[int, Tensor], same: Same = la
 def _number(rank: Any, one: Any) -> Any:
     """A number that an operation gives to torch."""
     if type(rank) is int and type(one) is int:
-        return torch.SymInt(_Sized(rank, one))
+        return _symbol(rank, one)
     if rank != rank and one != one:  # neither is a number
         return rank
     raise SizesDiffer
