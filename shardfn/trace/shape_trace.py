@@ -61,7 +61,7 @@ class ShapeTrace:
         """`calls`: what is run is the last one; those before it fill caches that it reads."""
         self.model, self.plan, self.mesh, self.method = model, plan_, mesh, method
         self.names = wiring.owned_names(model, plan_)
-        self.bytes_moved = 0
+        self.bytes_moved: dict[Adjustments, int] = {}  # with these added, by each rank
         self._more: dict[str, Set[Any]] | None = None  # what a further run may try
         self._reached = ReachableState(model, calls)
         self.reads: dict[tuple[int, Any], ValuePath] = {}  # of attributes, in all runs
@@ -163,12 +163,10 @@ class ShapeTrace:
 
     def _found_less(self, tried: Adjustments) -> Adjustments | None:
         """What a run that tries less communication finds, unless that leaves more whole."""
-        bytes_moved = self.bytes_moved
         with suppress(ShardError):
             less = self._found(tried)
             if (less.entries, less.whole, less.several) == (tried.entries, tried.whole, tried.several):
                 return less
-        self.bytes_moved = bytes_moved
         return None
 
     def _found(self, known: Adjustments) -> Adjustments:
@@ -176,12 +174,11 @@ class ShapeTrace:
         # broadcast to them; or a rank takes its part of them where they are repeated.
         groups = self._groups()
         try:
-            adjust, bytes_moved = self._settled(known), self.bytes_moved
+            adjust = self._settled(known)
             with suppress(ShardError):
                 less = self._settled(replace(known, vary=known.vary | groups)) if groups and adjust.amended else adjust
                 if len(less.amended) < len(adjust.amended):
                     return less
-            self.bytes_moved = bytes_moved
             return adjust
         except ShardError as first:
             with suppress(ShardError), having(self, varies_inputs=False):
@@ -203,6 +200,7 @@ class ShapeTrace:
         found, problems = run.found, run.problems
         if not problems and not found.vary:
             ended = self._ended(adjust, found)
+            self.bytes_moved[ended] = self._axes.bytes_moved
             self._require_none_left(run)
             if self._decided:
                 self._require_values_of_a_rank(adjust, ended)
@@ -300,7 +298,7 @@ class ShapeTrace:
         for values in others:
             beside.check_kept(run, values)
         self._axes.agree()
-        self._decided, self.bytes_moved = run.sides.decided, self._axes.bytes_moved
+        self._decided = run.sides.decided
         return run
 
     def _require_values_of_a_rank(self, adjust: Adjustments, ended: Adjustments) -> None:

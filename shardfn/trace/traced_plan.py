@@ -53,8 +53,7 @@ def plan(
         raise TypeError("plan: an example needs the nn.Module, not a mapping of tensors")
     calls = [("", *_arguments(model, example))]
     trial = ShapeTrace(model, planned, MeshSpec(**planned.axes), dict(model.named_buffers()), "__call__", calls)
-    trial.adjustments()
-    return replace(planned, activation_bytes=trial.bytes_moved)
+    return replace(planned, activation_bytes=trial.bytes_moved[trial.adjustments()])
 
 
 def _arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
