@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 from shardfn import _torch
 from shardfn._torch import pytree
 from shardfn.comm import watched
-from shardfn.layout import SAME, SUM, Part, Problem, Tag
+from shardfn.context import having
+from shardfn.layout import SAME, SUM, Problem, Tag
 from shardfn.parallel import Adjustments, Amendment, amend, arguments_of, may_run_again, place_of_call
 from shardfn.trace.interpreter import Interpreter
 from shardfn.trace.meta_values import tensors_of
@@ -87,14 +88,11 @@ class PairedFunctionMode(TorchFunctionMode):
 
     def _served(self, func: Any, call: _Call) -> tuple[_Call, Any]:
         """A call, and its result."""
-        before, self._sides.in_torch = self._sides.in_torch, True
         try:
-            return call, self._done(func, *call)
+            with having(self._sides, in_torch=True):
+                return call, self._done(func, *call)
         except SizesDiffer:
-            self._sides.in_torch = before
             return call, self._apart(func, *call)
-        finally:
-            self._sides.in_torch = before
 
     def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._run.function_on_each_side(partial(self._done, func, args, kwargs), (args, kwargs))
@@ -221,13 +219,13 @@ def check_kept(run: Interpreter, values: Any) -> None:
     """Note what has to be done with the parts in values that modules keep after `apply`."""
     _check_numbers(run, values)
     for tensor in _tensors_in(values):
-        tag, shape = run.tag(tensor), tuple(local_of(tensor).shape)
+        tag = run.tag(tensor)
         for axis, part in tag.parts.items():
             if part.kind != "same":
-                _check_output(run, tag, axis, part, None, shape, ())
+                _check_output(run, tensor, axis)
             elif tag.wants or tensor.requires_grad:
                 what = (
-                    f"a value of shape {shape} that ranks of '{axis}' use in shares is kept, "
+                    f"a value of shape {tuple(local_of(tensor).shape)} that ranks of '{axis}' use in shares is kept, "
                     "where its gradient would be a part of a sum: return it, or detach it"
                 )
                 run.problems.append(Problem(what, "gradient"))
@@ -240,14 +238,10 @@ def check_outputs(run: Interpreter, output: Any, kept: Collection[str] = ()) -> 
     found: list[tuple[int | None, Tensor]] = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     found += [(None, x) for holder in (*leaves, structure) for x in _tensors_in(holder) if x is not holder]
     for at, tensor in found:
-        tag, shape, expected = run.tag(tensor), tuple(local_of(tensor).shape), tuple(whole_of(tensor).shape)
+        tag = run.tag(tensor)
         for axis, part in tag.parts.items():
-            if at is not None and tag.split_by and not tag.split_by <= set(kept) and _is_even_part(tag, axis):
-                if tag.whole_shape(shape, run.sizes) == expected:
-                    run.found |= Adjustments(joined={(at, axis, part.dim)})
-                    continue
             if at is not None or part.kind != "same" or tag.wants or tensor.requires_grad:
-                _check_output(run, tag, axis, part, at, shape, kept)
+                _check_output(run, tensor, axis, at, kept)
 
 
 def _check_numbers(run: Interpreter, values: Any) -> None:
@@ -276,10 +270,10 @@ def _is_even_part(tag: Tag, axis: str) -> bool:
     return part.is_even and all(other is part or not other.split or other.dim != part.dim for other in parts)
 
 
-def _check_output(
-    run: Interpreter, tag: Tag, axis: str, part: Part, at: int | None, shape: tuple[int, ...], kept: Collection[str]
-) -> None:
-    asked = bool(tag.split_by) and tag.split_by <= set(kept)
+def _check_output(run: Interpreter, x: Tensor, axis: str, at: int | None = None, kept: Collection[str] = ()) -> None:
+    tag, shape, whole = run.tag(x), tuple(local_of(x).shape), tuple(whole_of(x).shape)
+    part, asked = tag.parts[axis], bool(tag.split_by) and tag.split_by <= set(kept)
+    fits = _is_even_part(tag, axis) and tag.whole_shape(shape, run.sizes) == whole
     if asked and part.is_even and at is not None:
         run.found |= Adjustments(kept={(at, axis, part.dim)})
     elif asked:
@@ -288,6 +282,8 @@ def _check_output(
         why = f"it leaves the forward in {_OBJECT}" if part.is_even else why
         what = f"{modules}: Policy.acts leaves its output split over '{axis}', and {why}"
         run.problems.append(Problem(what, "acts", tag.split_by))
+    elif tag.split_by and fits and at is not None:
+        run.found |= Adjustments(joined={(at, axis, part.dim)})
     elif tag.by_acts:
         run.found |= Adjustments(whole=tag.by_acts)
     elif part.kind == "same" and at is not None:
