@@ -6,7 +6,7 @@ or gathered, see [Note: steps] in wiring.py.
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -165,15 +165,6 @@ class TracedAxes(ComputeAxes):
         self.bytes_moved += parts * (size - 1) * local.numel() * local.element_size() // size
 
 
-@dataclass
-class _Call:
-    """A call of a module, the entry of `acts` that it computes by, and the sizes of what it has gathered."""
-
-    path: str
-    rule: str | None
-    sizes: dict[tuple[str, int], int] = field(default_factory=dict)  # by axis and dim
-
-
 class StepFinder:
     """Decides, in a shape-only trace, which steps the inputs and outputs of modules need; see [Note: steps]."""
 
@@ -188,7 +179,8 @@ class StepFinder:
         self._split, self._linears = self._split_modules()
         above = {path.rpartition(".")[0] for path in self._split if self._linears.get(path) != "row"}
         self._entries = above - self._rules.keys() | self._split | adjust.entries
-        self._calls: list[_Call] = []  # that are running
+        # The modules that are running, and the sizes of what each has gathered, by axis and dim.
+        self._calls: list[tuple[str, dict[tuple[str, int], int]]] = []
         self._decided: dict[tuple[str, str], frozenset[Step]] = {}
         self._beside: set[str] = set()  # modules of acts with whole inputs as long as the one that is split
         self._sources: dict[str, set[str]] = {}  # where `acts` splits what modules are given
@@ -225,7 +217,8 @@ class StepFinder:
     @property
     def _region(self) -> str | None:
         """The entry of the innermost module of acts that is running."""
-        return next((call.rule for call in reversed(self._calls) if call.rule is not None), None)
+        inside = [path for path, _ in self._calls if path in self._rules and path not in self._adjust.entries]
+        return self._rules[inside[-1]] if inside else None
 
     def _inputs(self, path: str, leaves: list[Any]) -> list[Step]:
         asked = self._asked(path, leaves) if path not in self._adjust.entries else []  # it computes with whole values
@@ -234,7 +227,7 @@ class StepFinder:
             self._beside.add(path)
         asked = asked + more if path in self._adjust.several else asked
         steps = [step for at, axis, dim in asked if (step := self._slice(path, at, axis, dim, leaves))]
-        call = _Call(path, self._rules.get(path) if path not in self._adjust.entries else None)
+        sizes: dict[tuple[str, int], int] = {}
         self._sources.setdefault(path, set()).update(*(self._run.tag(x).by_acts for _, x in _floats(leaves)))
         if path in self._entries:
             # What is used in shares only: by a linear, or as a run before has seen.
@@ -246,20 +239,20 @@ class StepFinder:
                         self.needs_whole(tag.by_acts, path)
                     elif part.split:
                         steps.append(Step(path, at, axis, part.dim, how))
-                        call.sizes[axis, part.dim] = x.shape[part.dim] * self._plan.axes[axis]
-        self._calls.append(call)
+                        sizes[axis, part.dim] = x.shape[part.dim] * self._plan.axes[axis]
+        self._calls.append((path, sizes))
         self._note("inputs", path, steps)
         return steps
 
     def _outputs(self, path: str, leaves: list[Any]) -> list[Step]:
-        call = self._calls.pop()
+        _, sizes = self._calls.pop()
         steps: list[Step] = []
         if path in self._rules:
             steps = self._ending(path, leaves)
             self._last = path
         elif path not in self._linears and self._region is not None:
             for at, x in _floats(leaves):
-                for (axis, dim), size in call.sizes.items():
+                for (axis, dim), size in sizes.items():
                     if x.dim() > dim and x.shape[dim] == size and (step := self._slice(path, at, axis, dim, leaves)):
                         steps.append(step)
                         self._may_scatter(path, x, axis, dim)
@@ -344,7 +337,7 @@ class StepFinder:
         x, known = local_of(x), [dim for at, over, dim in self._adjust.may_scatter if (at, over) == (path, axis)]
         if path in self._adjust.whole:
             return None
-        inside = any(call.sizes for call in self._calls if call.path != path)
+        inside = any(sizes for running, sizes in self._calls if running != path)
         rule = self._rules.get(path) or (self._region if not inside else None)
         if not known and rule is not None:
             split = self._split_dims(rule, x) or []
