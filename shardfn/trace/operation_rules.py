@@ -207,9 +207,6 @@ def _joined(op: Operation) -> Part | None:
     return known[0].at(at + 1 if stacks and dim <= at else at)
 
 
-_ADDED_TO = {"addmm": "mm", "baddbmm": "bmm"}  # a summand and a product
-
-
 def _contracted(op: Operation, labels: str, *operands: Tensor) -> Part | None:
     """A product such as "mk,kn->mn"."""
     inputs, out = labels.split("->")
@@ -266,10 +263,10 @@ def _runs_along(op: Operation, x: Tensor, part: Part, ndim: int) -> bool:
     return split == part.at(at) if split is not None else at < 0 or x.shape[at] == 1
 
 
-@rule_for(*_ADDED_TO)
+@rule_for(*operations.ADDED_TO)
 def _added_product(op: Operation) -> Part | None:
     """A product and what is added to it, which is broadcast to its shape."""
-    bias, product = op.args[0], _contracted(op, operations.PRODUCTS[_ADDED_TO[op.name.rstrip("_")]], *op.args[1:3])
+    bias, product = op.args[0], _contracted(op, operations.ADDED_TO[op.name.rstrip("_")], *op.args[1:3])
     part = op.part(bias)
     if op.kwargs.get("beta") == 0:
         return product

@@ -214,6 +214,8 @@ rule_for(  # written in place they do not have torch's tag
 
 # The dims of two factors, and of their product.
 PRODUCTS = {"mm": "mk,kn->mn", "bmm": "bmk,bkn->bmn", "mv": "mk,k->m", "dot": "k,k->", "_grouped_mm": "sk,ekn->sn"}
+# What adds a tensor to one, and which.
+ADDED_TO = {"addmm": PRODUCTS["mm"], "baddbmm": PRODUCTS["bmm"], "addmv": PRODUCTS["mv"]}
 
 
 @rule_for("nll_loss_forward")

@@ -16,11 +16,10 @@ from torch.autograd import forward_ad
 
 from shardfn._torch import base_name, is_mutable, named_arguments, pytree
 from shardfn.trace.meta_values import tensors_of
-from shardfn.trace.operations import MOVES, PRODUCTS
+from shardfn.trace.operations import ADDED_TO, MOVES, PRODUCTS
 
 Zero = Callable[[Tensor], bool]  # whether a tensor is zero in padding
 
-_SUMS = {"addmm", "baddbmm", "addmv"}  # of a tensor and a product
 _KEEPING = MOVES | set(
     "sum mean amax amin max min prod var std var_mean linalg_vector_norm norm cumsum cumprod index index_select gather "
     "flip roll tril triu native_dropout view_as_real view_as_complex reshape flatten unflatten _conj "
@@ -47,7 +46,7 @@ def after(func: Any, args: Any, kwargs: Any, zero: Zero, wanted: Zero, asked_for
         return stays, breaks or _has_no_derivative(func, args, kwargs, zero, wanted, asked_for)
     if name in PRODUCTS:
         return True, False
-    if name in _SUMS:
+    if name in ADDED_TO:
         return zero(inputs[0]) and any(map(zero, inputs[1:])), False
     if name == "convolution":
         return all(zero(x) for x in inputs[1:]), False

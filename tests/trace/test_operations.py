@@ -310,6 +310,10 @@ CASES = {
     "added to a product that is split in other pieces": Case(
         torch.addmm, ((8,), (4, 6), (6, 8)), (Part("split", 0, ((2, 2),)), None, Part("split", 1, ((1, 4),))), "lost"
     ),
+    "added to a product with a vector": Case(torch.addmv, ((8,), (8, 6), (6,)), (even(0, 4), even(0, 4), None)),
+    "added to a product with a vector that is a sum": Case(
+        torch.addmv, ((8,), (8, 6), (6,)), (None, even(1, 3), even(0, 3)), "lost"
+    ),
     "padded along": Case(lambda x: F.pad(x, (1, 1)), X, (LAST,), "lost"),
     "a running sum along": Case(lambda x: x.cumsum(-1), X, (LAST,), "lost"),
 }
