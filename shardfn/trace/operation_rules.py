@@ -339,10 +339,11 @@ def _last(count: int) -> Callable[[Operation], Sequence[int]]:
     return lambda op: range(-count, 0)
 
 
-# For 1, 2 and 3 dims.
+# For 1, 2 and 3 dims, if there is one for so many.
 _IN_PLACES = (
     "avg_pool{0}d adaptive_avg_pool{0}d _adaptive_avg_pool{0}d reflection_pad{0}d replication_pad{0}d "
-    "upsample_nearest{0}d _upsample_nearest_exact{0}d"
+    "upsample_nearest{0}d _upsample_nearest_exact{0}d upsample_linear{0}d upsample_bilinear{0}d upsample_trilinear{0}d "
+    "upsample_bicubic{0}d _upsample_bilinear{0}d_aa _upsample_bicubic{0}d_aa"
 )
 _NORMS = "native_layer_norm layer_norm _fused_rms_norm rms_norm"
 _ALONG: dict[str, _Along] = {}
@@ -367,10 +368,6 @@ for _names, _row in (
     ("index_select", _Along(_dims(1, default=-1), linear=True, means="elements of")),
     *((f"max_pool{n}d max_pool{n}d_with_indices adaptive_max_pool{n}d", _Along(_last(n))) for n in (1, 2, 3)),
     *((_IN_PLACES.format(n), _Along(_last(n), linear=True)) for n in (1, 2, 3)),
-    ("upsample_linear1d", _Along(_last(1), linear=True)),
-    ("upsample_bilinear2d _upsample_bilinear2d_aa", _Along(_last(2), linear=True)),
-    ("upsample_bicubic2d _upsample_bicubic2d_aa", _Along(_last(2), linear=True)),
-    ("upsample_trilinear3d", _Along(_last(3), linear=True)),
 ):
     _ALONG.update(dict.fromkeys(_names.split(), _row))
 

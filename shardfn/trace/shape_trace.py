@@ -105,15 +105,13 @@ class ShapeTrace:
 
     def watched(self, adjust: Adjustments, places: Sequence[ValuePath]) -> Watch | None:
         """What runs ask of the values in some places; None when they fail."""
-        self._watch = watch = Watch(places, pytree.tree_leaves([call[1:] for call in self._calls]))
-        try:
-            with outside_transforms(), _torch.outside_modes(), _torch.out_of_inference_mode():
+        watch = Watch(places, pytree.tree_leaves([call[1:] for call in self._calls]))
+        with having(self, _watch=watch), outside_transforms(), _torch.outside_modes(), _torch.out_of_inference_mode():
+            try:
                 for side in ("one", "rank"):
                     self._left(adjust, self._interpreter(side))
-        except Exception:
-            return None
-        finally:
-            self._watch = None
+            except Exception:
+                return None
         return watch
 
     def _require_attributes(self) -> None:
