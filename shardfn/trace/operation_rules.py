@@ -259,8 +259,8 @@ def _product(op: Operation) -> Part | None:
 
 def _runs_along(op: Operation, x: Tensor, part: Part, ndim: int) -> bool:
     """Whether x, broadcast to `ndim` dims, is split as a part is, or is whole with one element at the dim of that."""
-    at, split = part.dim - (ndim - x.dim()), op.split(x)
-    return split == part.at(at) if split is not None else at < 0 or x.shape[at] == 1
+    at, own = part.dim - (ndim - x.dim()), op.part(x)
+    return at < 0 or x.shape[at] == 1 if own in (None, SAME) else own == part.at(at)
 
 
 @rule_for(*operations.ADDED_TO)
@@ -475,12 +475,13 @@ def _glu(op: Operation) -> Part | None:
 
 @rule_for("embedding")
 def _embedding(op: Operation) -> Part | None:
-    table, ids = op.split(op.args[0]), op.split(op.args[1])
-    if table is None:
-        return ids or op.part(op.args[0]) or op.part(op.args[1])
-    lose_if(table.dim == 0, "a lookup in a table of which each rank has some rows")
-    lose_if(ids is not None, "a lookup of split ids in a split table")
-    return table.at(op.results[0].dim() - 1)
+    table, ids = map(op.part, op.args[:2])
+    lose_if(ids == SUM, "a lookup of ids that are a sum that is still pending")
+    if table in (None, SAME):
+        return ids or table
+    lose_if(table.split and table.dim == 0, "a lookup in a table of which each rank has some rows")
+    lose_if(ids not in (None, SAME), "a lookup of split ids in a split table")
+    return table.at(op.results[0].dim() - 1) if table.split else table
 
 
 def _indexed_dims(indices: Sequence[Tensor | None]) -> list[int]:
@@ -529,7 +530,7 @@ def _written(op: Operation) -> Part | None:
     adds = op.name.rstrip("_") in ("index_add", "scatter_add") and of_source == SUM and by in (None, SAME)
     if adds and (part == SUM or (part is None and id(x) in op.zeros)):
         return SUM
-    alike = (of_source == part or not isinstance(source, Tensor)) and (by == part or not inside)
+    alike = (of_source == part or not isinstance(source, Tensor)) and by in ((part,) if inside else (None, SAME))
     if alike and part is not None and part.split and part.dim != dim % x.dim():
         return part
     raise NotRankByRank(f"{op.name} of values that are split otherwise")
@@ -539,9 +540,10 @@ def _written(op: Operation) -> Part | None:
 def _index_put(op: Operation) -> Part | None:
     x, indices, values = op.args[:3]
     part, of_values = op.part(x), op.part(values)
-    if part == SUM and op.sums_up(values) and all(op.part(i) in (None, SAME) for i in indices if i is not None):
-        return SUM
     used = _indexed_dims(indices)
+    lose_if(any(op.part(indices[at]) not in (None, SAME) for at in used), "values are written by ids that differ")
+    if part == SUM and op.sums_up(values):
+        return SUM
     if part is not None and part.split and part.dim not in used and _are_neighbours(used):
         if of_values == part.at(_beside_indices(part.dim, indices)) or (of_values is None and values.numel() == 1):
             return part

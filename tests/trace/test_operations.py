@@ -314,6 +314,28 @@ CASES = {
     "added to a product with a vector that is a sum": Case(
         torch.addmv, ((8,), (8, 6), (6,)), (None, even(1, 3), even(0, 3)), "lost"
     ),
+    "a lookup of counts that are a sum": Case(
+        lambda x, w: F.embedding((x > 0).sum(-1), w), (*X, (7, 5)), (LAST, None), "lost"
+    ),
+    "a lookup by split ids in a table that is a sum": Case(
+        lambda x, w: F.embedding((x > 0).long(), w.sum(-1)), (*X, (2, 5, 4)), (LAST, even(2, 2)), "lost"
+    ),
+    "added at counts that are a sum": Case(
+        lambda x, y: x.index_add(1, (y > 0).sum(-1), x[:, :2]), ((3, 8, 6), (2, 6)), (LAST, even(1, 3)), "lost"
+    ),
+    "put at counts that are a sum": Case(
+        lambda x, y: x.index_put(((y > 0).sum(-1),), x[:2]), ((8, 4, 6), (2, 6)), (LAST, even(1, 3)), "lost"
+    ),
+    "put beside": Case(lambda x: x.index_put((torch.tensor([2, 0]),), x[:2]), X, (LAST,)),
+    "attention with a mask that is a sum": Case(
+        lambda q, m: F.scaled_dot_product_attention(q, q, q, m.sum(-1)),
+        ((2, 4, 3, 2), (2, 1, 3, 3, 4)),
+        (even(1, 2), even(4, 2)),
+        "lost",
+    ),
+    "a lookup in a table that is a sum": Case(
+        lambda w: F.embedding(torch.tensor([1, 0]), w.sum(-1)), ((2, 5, 4),), (even(2, 2),), "sum"
+    ),
     "padded along": Case(lambda x: F.pad(x, (1, 1)), X, (LAST,), "lost"),
     "a running sum along": Case(lambda x: x.cumsum(-1), X, (LAST,), "lost"),
 }
