@@ -18,7 +18,7 @@ from shardfn.trace.operations import RULES, Operation, OpRule, Parts, is_stored,
 
 
 def parts_after(op: Operation) -> Parts:
-    """The parts of the results of an operation."""
+    """The parts of the results of an operation; where nothing but shared values is given, rules need not tell."""
     known = [op.part(x) for x in op.inputs]
     gone = next((part for part in known if part is not None and part.kind == "lost"), None)
     if gone is not None:
@@ -193,9 +193,7 @@ def _joined(op: Operation) -> Part | None:
     known = [part for x in tensors if (part := op.part(x)) is not None]
     dim = op.given(1, "dim", 0) % op.results[0].dim()
     kinds = {part.kind for part in known}
-    if len(known) < len(tensors):
-        lose_if(not kinds <= {"same"}, f"{op.name} of split values and values that all ranks share")
-        return SAME
+    lose_if(len(known) < len(tensors), f"{op.name} of split values and values that all ranks share")
     if kinds != {"split"}:
         lose_if(len(kinds) != 1, f"{op.name} of values that are split and values that are not")
         return known[0]
@@ -515,8 +513,6 @@ def _gather(op: Operation) -> Part | None:
     dim = op.args[1] % max(op.args[0].dim(), 1)
     if part is not None and part.split and part.dim != dim and index == part:
         return part
-    if (part == SAME and index is None) or (part is None and index == SAME):
-        return SAME
     raise NotRankByRank("gather of values that are split otherwise than the indices")
 
 

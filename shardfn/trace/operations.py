@@ -160,9 +160,7 @@ def pointwise(op: Operation) -> Part | None:
     if any(part.kind == "sum" for _, part in varied):
         return _of_sums(op, [part for _, part in varied])
     splits = one_copy({part.shifted(ndim - x.dim()) for x, part in varied if part.split})
-    if not splits:
-        return SAME
-    lose_if(len(splits) > 1, f"{op.name} joins values that are split over different dims, or in different pieces")
+    lose_if(len(splits) != 1, f"{op.name} joins values that are split over different dims, or in different pieces")
     (split,) = splits
     for x in op.inputs:
         for dim in (split.dim, split.second):
