@@ -59,9 +59,6 @@ class Amendment(NamedTuple):
     given: int = 0  # the size, as the rank had it when this was found
 
 
-_NESTED = (tuple, list, dict, slice)
-
-
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     """The frames of users and of torch, from a call of torch to the forward of the module that makes it."""
     while frame is not None and frame.f_code not in _BEGINS:
@@ -83,10 +80,8 @@ def may_run_again() -> bool:
 
 def arguments_of(tree: Any) -> list[Any]:
     """What is in the arguments of a call: their tuples, lists, dicts and slices."""
-    leaves: list[Any] = []
-    for x in _parts(tree) or ():
-        leaves += arguments_of(x) if isinstance(x, _NESTED) else (x,)
-    return leaves
+    parts = _parts(tree)
+    return [tree] if parts is None else [leaf for part in parts for leaf in arguments_of(part)]
 
 
 def _parts(tree: Any) -> Iterable[Any] | None:
