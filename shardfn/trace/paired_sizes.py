@@ -34,7 +34,7 @@ from torch import Tensor
 
 from shardfn._torch import OF_MEMORY, PLAIN, Node, plainly, wrapper
 from shardfn.context import having, holding
-from shardfn.trace.meta_values import leaves_of, tensors_of
+from shardfn.trace.meta_values import leaves_of
 
 _Function = Callable[..., Any]
 _OF_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
@@ -199,12 +199,8 @@ class Paired(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Outside of runs: on each side, or on the one that is."""
-        if func in OF_MEMORY:
-            return of_memory(func, args)
-        kwargs = kwargs or {}
-        local, whole = (func(*taken(args, side), **taken(kwargs, side)) for side in ALONE)
-        return paired(local, whole, {id(local_of(x)): x for x in tensors_of(args)})
+        """Where no run sees it, as in a thread of its own, which has no sides."""
+        raise LookupError(_SIDES)
 
     __torch_function__: Any = plainly
 
