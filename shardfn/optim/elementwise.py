@@ -262,9 +262,7 @@ def _transposed(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
 
 def _pieces(row: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
     """Rows of at most `_CHUNK` elements over the same memory, where it lies in one piece."""
-    if row[0].numel() <= _CHUNK or not all(x.is_contiguous() for x in row):
-        return [row]
-    return _transposed([x.view(-1).split(_CHUNK) for x in row])
+    return _transposed([x.view(-1).split(_CHUNK) for x in row]) if all(x.is_contiguous() for x in row) else [row]
 
 
 def _elementwise(rule: UpdateRule, groups: Groups | None, state_dtype: torch.dtype | None, **options: Any) -> Optimizer:
