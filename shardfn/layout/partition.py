@@ -22,11 +22,6 @@ Shape = Sequence[int]
 Cure = Literal["whole", "sizes", "pads", "rules", "sums"]
 
 
-def _joined(runs: Runs) -> Runs:
-    """The same with neighbours of one inner size as one run."""
-    return tuple((sum(outer for outer, _ in alike), inner) for inner, alike in groupby(runs, itemgetter(1)))
-
-
 @dataclass(frozen=True)
 class Part:
     """What the ranks of an axis have of one tensor; None in its place means that all have the same, whole.
@@ -87,7 +82,9 @@ class Part:
         return tuple(whole)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "runs", _joined(self.runs))
+        """Neighbours of one inner size are one run."""
+        runs = tuple((sum(outer for outer, _ in alike), inner) for inner, alike in groupby(self.runs, itemgetter(1)))
+        object.__setattr__(self, "runs", runs)
 
     @property
     def pieces(self) -> tuple[Runs, int]:
