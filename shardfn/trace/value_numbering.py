@@ -15,7 +15,6 @@ Functions are those of torch that a forward calls: what torch makes of one depen
 """
 
 from collections.abc import Hashable, Sequence
-from math import isnan
 from typing import Any
 
 import torch
@@ -132,6 +131,4 @@ def _plain(leaf: Any) -> Hashable:
     leaf = of_side(leaf, "rank")
     if isinstance(leaf, slice):
         return tuple(map(_plain, (leaf.start, leaf.stop, leaf.step)))
-    if isinstance(leaf, float):
-        return str(leaf) if isnan(leaf) else leaf
     return leaf if isinstance(leaf, int | str) else str(leaf)
