@@ -370,7 +370,7 @@ class Interpreter(_torch.TorchDispatchMode):
         out = self.values.run(func, *given)
         if self._done is not None:
             self._done.append(_CallInOneProcess(_torch.base_name(func), given, _shapes(out)))
-        return paired_sizes.paired(out, out, {id(whole_of(x)): x for x in tensors_of(arguments)})
+        return paired_sizes.paired(out, out, {id(whole_of(x)): x for x in tensors_of(arguments)}, self.values.agree)
 
     def _in_one(self, func: Any) -> _CallInOneProcess | None:
         """The same operation in one process, of a function that is done on each side by itself."""

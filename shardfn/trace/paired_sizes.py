@@ -254,10 +254,7 @@ def lie_alike(local: Tensor, whole: Tensor) -> bool:
     return (local.shape, local.stride(), local.dtype) == (whole.shape, whole.stride(), whole.dtype)
 
 
-Same = Callable[[Tensor, Tensor], bool]
-
-
-def paired(local: Any, whole: Any, arguments: dict[int, Tensor], same: Same = lambda a, b: True) -> Any:
+def paired(local: Any, whole: Any, arguments: dict[int, Tensor], same: Callable[[Tensor, Tensor], bool]) -> Any:
     """The results of an operation on both sides as one; those that are `arguments`, by id, are returned as they are.
 
     `same`: whether two tensors have the same known values.
