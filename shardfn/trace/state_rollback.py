@@ -63,17 +63,15 @@ class ReachableState:
         self._tables = {id(vars(module)) for module in modules}
         numpy: Any = sys.modules.get("numpy")
         roots = (*roots, random.random, None if numpy is None else numpy.random.random)  # with those of everybody
-        for cls in users_classes(model):
-            functions = [x for x in vars(cls).values() if isinstance(x, FunctionType)]
-            _follow(functions, _DEPTH, self._found, back=self._back)
+        methods = [x for cls in users_classes(model) for x in vars(cls).values() if isinstance(x, FunctionType)]
+        hooks = [hook for table in forward_hooks(model) for hook in table.values()]
         for module in modules:
             self._found[id(vars(module))] = vars(module), dict(vars(module))
             for name, value in vars(module).items():
                 if not name.startswith(OWN):
                     _follow(value, _DEPTH, self._found, back=self._back)
-        for hooks in forward_hooks(model):
-            _follow(tuple(hooks.values()), _DEPTH, self._found, back=self._back)
-        _follow(roots, _DEPTH, self._found, back=self._back)
+        for value in (*methods, *hooks, *roots):
+            _follow(value, _DEPTH, self._found, back=self._back)
         self._of_caches: Contents = {}  # which keep parts for the next call
         for value, _ in list(self._found.values()):
             if is_cache(value):
