@@ -123,9 +123,9 @@ axes_of_losses: Callable[[], frozenset[str]] = _AXES_OF_LOSSES.get
 # Nodes of graphs: collectives, behind some of which what ranks share is varying; or behind which it is about trees,
 # whose cotangents are means.
 _COLLECTIVES, _VARYING = {"EagerBackward", "InTransformBackward"}, {"pvary", "into_losses"}
-_OF_TREES = {"_GatherBackward", "GatherBucketBackward", "ReduceBucketBackward", "LiftBackward"}
+_OF_TREES = {"_GatherBackward", "GatherBucketBackward", "ReduceBucketBackward"}
 _SHARED = {"psum", "pmean", "all_gather_invariant"}
-_OF_PARTS = {"_ToTorchTensorBackward", "LiftBackward", "AcrossBackward"}  # behind which a tensor may be of this rank
+_OF_PARTS = {"_ToTorchTensorBackward", "AcrossBackward"}  # behind which a tensor may be of this rank
 _UNDER_WAY: ContextVar[tuple[Differentiation, ...]] = ContextVar("differentiations under way", default=())
 
 
