@@ -15,9 +15,9 @@ from shardfn.layout.layout import part_for, to_leaves
 from shardfn.layout.mesh import Grid, MeshSpec, Roles, axes_of, chunk, default_device_type, device_of, grid_of
 from shardfn.layout.mesh import index_along, make_mesh, nested_chunk, nested_index, part_of, per_rank, require_member
 from shardfn.layout.mesh import roles, use_part
-from shardfn.layout.model_info import BIAS_DIM, CLASS, OUT_DIM, OWN, WRAPPED, ModuleInfo, StandIn, by_all_names
-from shardfn.layout.model_info import calls_own, class_name, class_of, declares, describe, has_derivatives, kind_of
-from shardfn.layout.model_info import may_be_differentiated, named_buffers, named_parameters, note_shard
+from shardfn.layout.model_info import BIAS_DIM, CLASS, OUT_DIM, OWN, REPLACED, WRAPPED, ModuleInfo, StandIn
+from shardfn.layout.model_info import by_all_names, calls_own, class_name, class_of, declares, describe, has_derivatives
+from shardfn.layout.model_info import kind_of, may_be_differentiated, named_buffers, named_parameters, note_shard
 from shardfn.layout.model_info import patched_forward, register, shallow_copy, shards_in, submodule, unwrapped
 from shardfn.layout.partition import BY_ACTS, SAME, SUM, Cure, Kind, NotRankByRank, Part, Problem, Runs, Shape
 from shardfn.layout.partition import FailedOperation, Tag

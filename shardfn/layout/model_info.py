@@ -20,6 +20,7 @@ from shardfn.notation import ShardError
 
 OWN = "_shardfn_"  # attributes that begin so are this library's
 WRAPPED = f"{OWN}wrapped_module"
+REPLACED = f"{OWN}replaced"  # on a parameter whose place a shard took: its name
 CLASS = f"{OWN}class"  # on a module whose class was replaced by one that shards: the class of its model
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 LIKE_LISTS = (nn.ModuleList, nn.Sequential)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn import layout
-from shardfn._torch import part_of_rank, unwrap_local, values_of, wrap_local
+from shardfn._torch import has_gradient_hooks, part_of_rank, unwrap_local, values_of, wrap_local
 from shardfn.comm import VALUES, agree, digest, empty_shards, leaf_spec, whole
 from shardfn.layout import Grid, Layout, Plan, Policy, named_buffers, named_parameters, own_parts, plan, to_leaves
 from shardfn.notation import ShardError
@@ -40,6 +40,10 @@ class Origin(NamedTuple):
         buffers = named_buffers(self.model)
         lines = [f"buffer '{name}' {tuple(x.shape)} {x.dtype}" for name, x in buffers.items()]
         lines += [f"src={self.src}", "an init function" if self.init is not None else "no init function"]
+        for name, x in named_parameters(self.model).items() if isinstance(self.model, nn.Module) else ():
+            if has_gradient_hooks(x) and not isinstance(x, DTensor):
+                why = f"shard: '{name}' has hooks for its gradient, which its shards would be without"
+                raise ShardError(f"{why}. Register them after it is sharded, or map gradients: sf.tree.map(fn, grads)")
         if alike and self.src is None:
             for name, x in (named_parameters(self.model) | buffers).items():
                 if name not in held and not isinstance(x, DTensor) and not x.is_meta:

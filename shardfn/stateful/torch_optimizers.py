@@ -14,12 +14,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardfn._torch import move_to_mesh, seen_by_dynamo, simulated, spec_of
 from shardfn.checkpoint import rank_of_part
 from shardfn.comm import exchange_numbers
-from shardfn.layout import OWN
+from shardfn.layout import OWN, REPLACED
 from shardfn.notation import ShardError
 from shardfn.params import is_sum
 
 SHARD = f"{OWN}shard"  # on a parameter that is a shard: its name, and how many dims the model's has
-REPLACED = f"{OWN}replaced"  # on a parameter whose place a shard took: its name
 SUCCESSOR = f"{OWN}successor"  # the same: the shard
 
 

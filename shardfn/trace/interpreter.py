@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn import _torch
 from shardfn.comm import Moved, watching
+from shardfn.context import having
 from shardfn.layout import SAME, Cure, FailedOperation, Kind, Part, Problem, Shape, Tag, after_collective, even
 from shardfn.parallel import Adjustments
 from shardfn.trace import padding, paired_sizes
@@ -347,6 +348,7 @@ class Interpreter(_torch.TorchDispatchMode):
             out = local = whole = self.values.run(operation, *mine)
             if pairs and side == "both":
                 whole = self.values.run(operation, *taken(inputs, "one"))
+                local = self._as_many(local, whole)
         except Exception:
             given = tuple((tuple(local_of(x).shape), self.tag(x)) for x in tensors_of(inputs))
             self.stuck = FailedOperation(name, given)
@@ -363,6 +365,14 @@ class Interpreter(_torch.TorchDispatchMode):
             self.numbers.draws += torch.Tag.nondeterministic_seeded in func.tags
             self.numbers.writes += tensors_of(out) if _torch.is_mutable(func) else []
         return out
+
+    def _as_many(self, local: Any, whole: Any) -> Any:
+        """What an operation gives a rank, in as many pieces as it gives one process, which Python may count."""
+        if not isinstance(local, list | tuple) or len(local) == len(whole):
+            return local
+        with having(self.sides, in_torch=False):
+            self.sides.decide(len(local), len(whole))
+        return [*local, *(local[-1].detach() for _ in range(len(local), len(whole)))][: len(whole)]
 
     def _of_one(self, func: Any, arguments: Any) -> Any:
         """An operation in one process; a tensor that it writes into is returned as the pair that it was given."""

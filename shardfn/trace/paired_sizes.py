@@ -260,8 +260,6 @@ def paired(local: Any, whole: Any, arguments: dict[int, Tensor], same: Callable[
     `same`: whether two tensors have the same known values.
     """
     if isinstance(local, list | tuple):
-        if len(local) != len(whole):
-            return local
         items = [paired(a, b, arguments, same) for a, b in zip(local, whole, strict=True)]
         return items if isinstance(local, list) else tuple(items)
     if not isinstance(local, Tensor):

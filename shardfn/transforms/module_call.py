@@ -28,6 +28,7 @@ from shardfn.params import Params, plain_leaf
 from shardfn.random import Masks, Offsets, dropout_modules, dropping, offsets_of_call, part_over, stream
 from shardfn.trace import Guards, ReachableState, ShapeTrace, Structure, Watch, is_cache, is_filled, signature, snapshot
 from shardfn.transforms.forward_mode import as_now
+from shardfn.transforms.unsupported_calls import OutsideOfTree
 
 _THREADS = set[int]()  # those that are in a call
 _signature = lru_cache(maxsize=2**8)(inspect.signature)
@@ -257,7 +258,9 @@ class _Call:
         session.masks = masks
         binding = self._begin(session, adjust)
         try:
-            with binding.computes(session), session.hooks(traced=binding.compiles):
+            new = self.kept.calls <= _CHECKED_CALLS and not (binding.compiles or self.grid.pure or recording())
+            watch = OutsideOfTree(self.model, self.params) if new else nullcontext()
+            with binding.computes(session), session.hooks(traced=binding.compiles), watch:
                 output = getattr(self.module, self.method)(*args, **kwargs)
                 output = leaving(output, adjust, self.grid, self.plan)
         except RuntimeError as error:

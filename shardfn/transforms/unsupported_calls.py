@@ -17,13 +17,15 @@ from types import CellType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import AS_TENSORS, TorchDispatchMode, in_transform, pytree
 from shardfn.context import holding, losses_over
+from shardfn.layout import REPLACED
 from shardfn.notation import ShardError
-from shardfn.params import data_axes_of, has_parts, watched_parts
+from shardfn.params import Params, data_axes_of, has_parts, watched_parts
 
 LIBRARIES = _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -84,6 +86,30 @@ def _codes(func: Any, depth: int = 4) -> tuple[Any, ...]:
 def _refused(verb: str, name: str) -> ShardError:
     why = f"{verb}: the function calls {name}, which has no derivative and no mapped form: results would be wrong"
     return ShardError(f"{why} in silence. Use sf.collectives (psum, pmean, all_gather, ...), or communicate outside")
+
+
+class OutsideOfTree(TorchFunctionMode):
+    """Refuses what a forward computes with tensors of the model that are not those which its modules compute with."""
+
+    def __init__(self, model: nn.Module, params: Params) -> None:
+        super().__init__()
+        named, canonical = model.named_parameters(remove_duplicate=False), params.plan.canonical
+        self._names = {id(x): name for name, x in named if name in canonical and not isinstance(x, DTensor)}
+        for name, x in model.named_buffers(remove_duplicate=False):
+            now = params.buffers.get(name, x)
+            self._names |= {id(x): name} if now is not x and not torch.equal(now, x) else {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        names = [name for x in given if (name := self._names.get(id(x)) or vars(x).get(REPLACED)) is not None]
+        if names and any(isinstance(x, Tensor) for x in pytree.tree_leaves(out)):
+            why = "of the model as it was before it was sharded, which a list, a partial or a closure has kept"
+            raise ShardError(
+                f"apply: the forward computes with '{names[0]}' {why}. Read it from its module in the forward, as "
+                "self.weight is read, or keep it in an nn.ParameterList or nn.ParameterDict"
+            )
+        return out
 
 
 class _Refusing(TorchDispatchMode):
