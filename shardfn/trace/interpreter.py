@@ -438,7 +438,8 @@ class Interpreter(_torch.TorchDispatchMode):
             self._compare(func, arguments, mine, local_results, whole, parts)
             if why := self._repeats_otherwise(inputs, results if name in _REPEATING else ()):
                 self._lose_all([by_axis for by_axis in parts if by_axis], why, "pads")
-        if _torch.is_mutable(func) and func.namespace != "aten" and any(self._is_parted(x) for x in inputs):
+        unseen = _torch.is_mutable(func) and (func.namespace != "aten" or not results)
+        if unseen and any(self._is_parted(x) for x in inputs):
             self._writes += 1  # of something, to any of them
             stored = [local_of(x).untyped_storage() for x in inputs]
             self._written |= {_torch.address_of(storage): (storage, self._writes) for storage in stored}
@@ -497,7 +498,8 @@ class Interpreter(_torch.TorchDispatchMode):
         tags = {id(local_of(x)): self.tag(x) for x in inputs}
         zeros = {id(local_of(x)) for x in inputs if x in self.zeros}
         args, kwargs = mine
-        call = _torch.base_name(func), args, kwargs, results, [local_of(x) for x in inputs]
+        given = tensors_of((args, {key: x for key, x in kwargs.items() if key != "out"}))
+        call = _torch.base_name(func), args, kwargs, results, given
         known = tags, zeros, torch.Tag.pointwise in func.tags, shapes, self._padded
         operations = {axis: Operation(*call, *known, axis, size) for axis, size in self.sizes.items()}
         varied = [axis for axis in operations if any(axis in tag.parts for tag in tags.values())]

@@ -32,19 +32,22 @@ def parts_after(op: Operation) -> Parts:
         in_two = any(part is not None and part.second is not None for part in known)
         why = f"nothing is known of {op.name} on values of which two dims are split"
         lose_if(in_two and rule not in _FOR_TWO_DIMS, why)
-        parts = rule(op)
+        made = rule(op)
+        parts = made if isinstance(made, list) else [made] * len(op.results)
+        dtypes = {x.dtype for x, part in zip(op.results, parts, strict=True) if part == SUM}
+        whole = {dtype for dtype in dtypes if not has_derivatives(dtype)}
+        rounds = whole and any(op.part(x) == SUM and has_derivatives(x.dtype) for x in op.inputs)
+        lose_if(rounds or torch.bool in whole, "whole numbers or truth values are made of a sum that is still pending")
     except NotRankByRank as lost:
         if all(part in (None, SAME) for part in known):
             return [SAME] * len(op.results)  # every rank does the same to the same values
         return [Part("lost", why=str(lost), cure="sums" if SUM in known else "whole")] * len(op.results)
-    return parts if isinstance(parts, list) else [parts] * len(op.results)
+    return parts
 
 
 @rule_for("detach", "alias", "clone", "lift_fresh", "contiguous", "_conj", "_to_copy", "bernoulli", "native_dropout")
 def _identity(op: Operation) -> Part | None:
-    part, name = op.part(op.args[0]), op.name.rstrip("_")
-    rounds = name == "_to_copy" and not has_derivatives(op.results[0].dtype)
-    nonlinear = rounds or name in ("bernoulli", "native_dropout")
+    part, nonlinear = op.part(op.args[0]), op.name.rstrip("_") in ("bernoulli", "native_dropout")
     lose_if(part == SUM and nonlinear, f"{op.name} of a sum that is still pending")
     return part
 
@@ -58,12 +61,10 @@ def _filled(op: Operation) -> Part | None:
 
 @rule_for("copy_")
 def _copied(op: Operation) -> Part | None:
-    source = op.part(op.args[1])
-    rounds = source == SUM and not has_derivatives(op.results[0].dtype)
-    lose_if(rounds, "whole numbers are made of a sum that is still pending")
+    old, source = map(op.part, op.args[:2])
     if source is None:
-        lose_if(op.split(op.args[0]) is not None and op.args[1].dim(), "a shared value is written into a split one")
-        return op.part(op.args[0])
+        lose_if(old is not None and old.split and op.args[1].dim(), "a shared value is written into a split one")
+        return None if old == SUM else old
     return source if not source.split else source.at(source.dim + op.results[0].dim() - op.args[1].dim())
 
 
@@ -167,7 +168,7 @@ def _slice(op: Operation, part: Part) -> Part:
     if dim != part.dim or op.results[0].shape == x.shape:
         return part
     start, step, length = op.given(2, "start") or 0, op.given(4, "step", 1), op.results[0].shape[dim]
-    start = start + x.shape[dim] if start < 0 else start
+    start = max(start + x.shape[dim], 0) if start < 0 else start
     if step == 1:
         return sliced(part, start, length)
     # Every step-th of the whole is every step-th of each block, when it begins with one of the first.
@@ -486,6 +487,11 @@ def _indexed_dims(indices: Sequence[Tensor | None]) -> list[int]:
     return [dim for dim, index in enumerate(indices) if index is not None]
 
 
+def _have_masks(indices: Sequence[Tensor | None]) -> bool:
+    """Whether an index is a mask, which may be one of several dims."""
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
 def _are_neighbours(dims: Sequence[int]) -> bool:
     return list(dims) == [*range(dims[0], dims[-1] + 1)]
 
@@ -502,8 +508,8 @@ def _beside_indices(dim: int, indices: Sequence[Any]) -> int:
 @_moving
 def _index(op: Operation, part: Part) -> Part:
     indices = op.args[1]
-    masks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-    lose_if(part.dim in _indexed_dims(indices) or masks, "elements are picked of a dim that is split, or by a mask")
+    by_mask = part.dim in _indexed_dims(indices) or _have_masks(indices)
+    lose_if(by_mask, "elements are picked of a dim that is split, or by a mask")
     return part.at(_beside_indices(part.dim, indices))
 
 
@@ -540,7 +546,8 @@ def _index_put(op: Operation) -> Part | None:
     lose_if(any(op.part(indices[at]) not in (None, SAME) for at in used), "values are written by ids that differ")
     if part == SUM and op.sums_up(values):
         return SUM
-    if part is not None and part.split and part.dim not in used and _are_neighbours(used):
+    alone = len(used) == 1 or not _have_masks(indices)
+    if alone and part is not None and part.split and part.dim not in used and _are_neighbours(used):
         if of_values == part.at(_beside_indices(part.dim, indices)) or (of_values is None and values.numel() == 1):
             return part
     raise NotRankByRank("values are written into a tensor that is split otherwise")

@@ -112,6 +112,20 @@ def _sorted_shares(x: Tensor) -> Tensor:
     return x.gather(-1, x.topk(2).indices)
 
 
+def _copied_into(x: Tensor, y: Tensor) -> Tensor:
+    return x.sum(-1).copy_(y) + x.sum(-1)
+
+
+def _made_in_the_place_of(x: Tensor, y: Tensor) -> Tensor:
+    return torch.mul(y, 2, out=x.sum(-1)) + x.sum(-1)
+
+
+def _written_by_a_list(x: Tensor) -> Tensor:
+    total = x.sum(-1)
+    torch._foreach_add_([total], 1.0)
+    return total
+
+
 X = ((3, 4, 6),)
 LAST, FIRST = even(2, 3), even(1, 2)
 NEIGHBOURS = Part("split", 1, ((1, 1),), share=2)  # one of two columns, the same on two ranks of four
@@ -335,6 +349,30 @@ CASES = {
     ),
     "a lookup in a table that is a sum": Case(
         lambda w: F.embedding(torch.tensor([1, 0]), w.sum(-1)), ((2, 5, 4),), (even(2, 2),), "sum"
+    ),
+    "a shared value copied into a sum": Case(_copied_into, (*X, (3, 4)), (LAST, None), "lost"),
+    "a shared value made in the place of a sum": Case(_made_in_the_place_of, (*X, (3, 4)), (LAST, None), "lost"),
+    "a sum written by an operation that returns nothing": Case(_written_by_a_list, X, (LAST,), "lost"),
+    "a sum of a sum, in whole numbers": Case(lambda x: x.sum(-1).sum(0, dtype=torch.long), X, (LAST,), "lost"),
+    "a sum of truth values, as one": Case(lambda x: (x > 2).sum(-1, dtype=torch.bool), X, (LAST,), "lost"),
+    "counts of a sum": Case(lambda x: (x > 0).sum(-1).sum(0), X, (LAST,), "sum"),
+    "a slice from before the beginning": Case(
+        lambda x: x[..., -9 : x.shape[-1] // 2], ((3, 4, 8),), (even(2, 4),), "lost"
+    ),
+    "put by a mask of two dims and along": Case(
+        lambda x, y: x.index_put((y > 0, torch.tensor([0])), torch.tensor(0.0, dtype=x.dtype)),
+        (*X, (3, 4)),
+        (LAST, None),
+        "lost",
+    ),
+    "put by a mask of two dims": Case(
+        lambda x, y: x.index_put((y > 0,), torch.tensor(0.0, dtype=x.dtype)), (*X, (3, 4)), (LAST, None)
+    ),
+    "a convolution with a stride of this rank's sizes": Case(
+        lambda x, y: F.conv1d(x, x[:, :, :1], stride=y.shape[-1] + 1), ((3, 3, 6), (3, 4)), (SAME, even(1, 2)), "lost"
+    ),
+    "shuffled in groups of this rank's sizes": Case(
+        lambda x, y: F.channel_shuffle(x, y.shape[-1] // 2), ((3, 8, 2, 2), (3, 8)), (SAME, even(1, 4)), "lost"
     ),
     "padded along": Case(lambda x: F.pad(x, (1, 1)), X, (LAST,), "lost"),
     "a running sum along": Case(lambda x: x.cumsum(-1), X, (LAST,), "lost"),
