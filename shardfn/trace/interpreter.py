@@ -434,6 +434,8 @@ class Interpreter(_torch.TorchDispatchMode):
         parts = self._parts(func, inputs, mine, local_results, shapes)
         if apart and (_torch.is_mutable(func) if done is None else not numbers_agree(func, mine, done.given)):
             self._lose_all(parts, f"{name} is given numbers made of this rank's sizes")
+        elif apart and done is not None and not self._fit(local_results, done.shapes, parts):
+            self._lose_all(parts, f"{name} is given sizes of this rank")
         if whole is not None:
             self._compare(func, arguments, mine, local_results, whole, parts)
             if why := self._repeats_otherwise(inputs, results if name in _REPEATING else ()):
@@ -533,6 +535,12 @@ class Interpreter(_torch.TorchDispatchMode):
             self._lose_all(parts, problem)  # one wrong result tells of the others
             if sources := paired_sizes.sources_of(leaves_of(arguments)):
                 self.sides.needs_whole(sources, self._path[-1])
+
+    def _fit(self, results: Sequence[Tensor], shapes: Shapes, parts: _Made) -> bool:
+        """Whether results that are not lost are the parts that are said of values with these shapes."""
+        lost = any(part.kind == "lost" for by_axis in parts for part in by_axis.values())
+        known = zip(results, parts, shapes, strict=False)
+        return lost or all(self._fits(Tag(p).whole_shape(tuple(x.shape), self.sizes), shape) for x, p, shape in known)
 
     def _fits(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Whether shapes are equal, but for padding."""

@@ -374,6 +374,12 @@ CASES = {
     "shuffled in groups of this rank's sizes": Case(
         lambda x, y: F.channel_shuffle(x, y.shape[-1] // 2), ((3, 8, 2, 2), (3, 8)), (SAME, even(1, 4)), "lost"
     ),
+    "shuffled in groups of this rank's sizes, by views": Case(
+        lambda x, y: torch.native_channel_shuffle(x, y.shape[-1] // 2),
+        ((3, 8, 2, 2), (3, 8)),
+        (SAME, even(1, 4)),
+        "lost",
+    ),
     "padded along": Case(lambda x: F.pad(x, (1, 1)), X, (LAST,), "lost"),
     "a running sum along": Case(lambda x: x.cumsum(-1), X, (LAST,), "lost"),
 }
