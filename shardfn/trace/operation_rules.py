@@ -253,7 +253,10 @@ def _second(op: Operation, factors: Sequence[tuple[str, Tensor]], label: str, ou
 
 @rule_for(*operations.PRODUCTS)
 def _product(op: Operation) -> Part | None:
-    return _contracted(op, operations.PRODUCTS[op.name], *op.args[:2])
+    product, groups = _contracted(op, operations.PRODUCTS[op.name], *op.args[:2]), op.inputs[2:]
+    differ = any(op.part(x) not in (None, SAME) for x in groups) or (product and product.split and product.dim == 0)
+    lose_if(groups and differ, f"{op.name} of groups of rows that differ between ranks")
+    return product
 
 
 def _runs_along(op: Operation, x: Tensor, part: Part, ndim: int) -> bool:

@@ -126,6 +126,10 @@ def _written_by_a_list(x: Tensor) -> Tensor:
     return total
 
 
+def _in_groups(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
+    return torch._grouped_mm(x.bfloat16(), w.bfloat16(), offs=(counts > -9).sum(-1, dtype=torch.int32))
+
+
 X = ((3, 4, 6),)
 LAST, FIRST = even(2, 3), even(1, 2)
 NEIGHBOURS = Part("split", 1, ((1, 1),), share=2)  # one of two columns, the same on two ranks of four
@@ -379,6 +383,12 @@ CASES = {
         ((3, 8, 2, 2), (3, 8)),
         (SAME, even(1, 4)),
         "lost",
+    ),
+    "products of groups of which a rank has some rows": Case(
+        _in_groups, ((8, 16), (2, 16, 16), (2, 4)), (even(0, 4), None, None), "lost"
+    ),
+    "products of groups that are a sum": Case(
+        _in_groups, ((8, 16), (2, 16, 16), (2, 8)), (None, even(2, 8), even(1, 4)), "lost"
     ),
     "padded along": Case(lambda x: F.pad(x, (1, 1)), X, (LAST,), "lost"),
     "a running sum along": Case(lambda x: x.cumsum(-1), X, (LAST,), "lost"),
