@@ -34,10 +34,10 @@ def parts_after(op: Operation) -> Parts:
         lose_if(in_two and rule not in _FOR_TWO_DIMS, why)
         made = rule(op)
         parts = made if isinstance(made, list) else [made] * len(op.results)
-        dtypes = {x.dtype for x, part in zip(op.results, parts, strict=True) if part == SUM}
-        whole = {dtype for dtype in dtypes if not has_derivatives(dtype)}
-        rounds = whole and any(op.part(x) == SUM and has_derivatives(x.dtype) for x in op.inputs)
-        lose_if(rounds or torch.bool in whole, "whole numbers or truth values are made of a sum that is still pending")
+        sums = {x.dtype for x, part in zip(op.results, parts, strict=True) if part == SUM}
+        rounds = any(op.part(x) == SUM and has_derivatives(x.dtype) for x in op.inputs)
+        whole = torch.bool in sums or (rounds and not all(map(has_derivatives, sums)))
+        lose_if(whole, "whole numbers or truth values are made of a sum that is still pending")
     except NotRankByRank as lost:
         if all(part in (None, SAME) for part in known):
             return [SAME] * len(op.results)  # every rank does the same to the same values
@@ -376,7 +376,8 @@ for _names, _row in (
 
 def _along(op: Operation) -> Part | None:
     part, row, x = _one(op), _ALONG[op.name.rstrip("_")], op.args[0]
-    lose_if(part.kind == "sum" and not row.linear, f"{op.name} of a sum that is still pending")
+    rounds = op.name.startswith("avg_pool") and not has_derivatives(x.dtype)
+    lose_if(part.kind == "sum" and (rounds or not row.linear), f"{op.name} of a sum that is still pending")
     if not part.split:
         return part
     dims = {dim % x.dim() for dim in row.dims(op)}

@@ -122,12 +122,12 @@ def _made_in_the_place_of(x: Tensor, y: Tensor) -> Tensor:
 
 def _written_by_a_list(x: Tensor) -> Tensor:
     total = x.sum(-1)
-    torch._foreach_add_([total], 1.0)
+    torch.ops.aten._foreach_add_([total], 1.0)
     return total
 
 
 def _in_groups(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
-    return torch._grouped_mm(x.bfloat16(), w.bfloat16(), offs=(counts > -9).sum(-1, dtype=torch.int32))
+    return torch.ops.aten._grouped_mm(x.bfloat16(), w.bfloat16(), offs=(counts > -9).sum(-1, dtype=torch.int32))
 
 
 X = ((3, 4, 6),)
@@ -389,6 +389,9 @@ CASES = {
     ),
     "products of groups that are a sum": Case(
         _in_groups, ((8, 16), (2, 16, 16), (2, 8)), (None, even(2, 8), even(1, 4)), "lost"
+    ),
+    "averages of counts that are a sum": Case(
+        lambda x: F.avg_pool2d((x > 0).sum(-1), 2), ((3, 4, 4, 6),), (even(3, 3),), "lost"
     ),
     "padded along": Case(lambda x: F.pad(x, (1, 1)), X, (LAST,), "lost"),
     "a running sum along": Case(lambda x: x.cumsum(-1), X, (LAST,), "lost"),
