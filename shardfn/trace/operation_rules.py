@@ -480,6 +480,7 @@ def _glu(op: Operation) -> Part | None:
 def _embedding(op: Operation) -> Part | None:
     table, ids = map(op.part, op.args[:2])
     lose_if(ids == SUM, "a lookup of ids that are a sum that is still pending")
+    lose_if(op.split(op.args[1]) and op.given(3, "scale_grad_by_freq"), "gradients are divided by counts of split ids")
     if table in (None, SAME):
         return ids or table
     lose_if(table.split and table.dim == 0, "a lookup in a table of which each rank has some rows")

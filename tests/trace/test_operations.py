@@ -393,6 +393,9 @@ CASES = {
     "averages of counts that are a sum": Case(
         lambda x: F.avg_pool2d((x > 0).sum(-1), 2), ((3, 4, 4, 6),), (even(3, 3),), "lost"
     ),
+    "a lookup whose gradients are divided by counts of ids": Case(
+        lambda x, w: F.embedding((x > 0).long(), w, scale_grad_by_freq=True), (*X, (2, 5)), (LAST, None), "lost"
+    ),
     "padded along": Case(lambda x: F.pad(x, (1, 1)), X, (LAST,), "lost"),
     "a running sum along": Case(lambda x: x.cumsum(-1), X, (LAST,), "lost"),
 }
