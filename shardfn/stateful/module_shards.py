@@ -5,7 +5,6 @@ optimizers, `state_dict` and torch.distributed.checkpoint find them; `ModuleShar
 the tree that functions take.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -216,25 +215,9 @@ def install(model: nn.Module, params: Params) -> ModuleShards:
         for key, value in items:  # in the same position: optimizers number parameters by it
             table.update(shards if key == attribute else {key: value})
     _refresh_flat_weights(model)
-    _warn_of_references(model)
     held = ModuleShards(model, params.plan, params.mesh)
     held.keep_buffers(model, params)
     return held
-
-
-def _warn_of_references(model: nn.Module) -> None:
-    """Lists and dicts in attributes keep the parameters that shards have replaced."""
-    for path, module in model.named_modules():
-        for attribute, value in unwrapped(module).__dict__.items():
-            items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-            for item in () if attribute == "_parameters" else items:
-                if isinstance(item, nn.Parameter) and REPLACED in vars(item):
-                    where = f"{path}.{attribute}" if path else attribute
-                    warnings.warn(
-                        f"'{where}' holds the parameter '{vars(item)[REPLACED]}' as it was before it was sharded: a "
-                        "forward that uses it from there trains nothing. Reach parameters through their modules.",
-                        stacklevel=4,
-                    )
 
 
 def taken_over(model: nn.Module, mesh: DeviceMesh, policy: Policy | Plan, params: Params) -> Params:

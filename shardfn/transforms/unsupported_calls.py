@@ -93,8 +93,8 @@ class OutsideOfTree(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, params: Params) -> None:
         super().__init__()
-        named, canonical = model.named_parameters(remove_duplicate=False), params.plan.canonical
-        self._names = {id(x): name for name, x in named if name in canonical and not isinstance(x, DTensor)}
+        named, first = model.named_parameters(remove_duplicate=False), params.plan.canonical
+        self._names = {id(x): first[name] for name, x in named if name in first and not isinstance(x, DTensor)}
         for name, x in model.named_buffers(remove_duplicate=False):
             now = params.buffers.get(name, x)
             self._names |= {id(x): name} if now is not x and not torch.equal(now, x) else {}

@@ -735,3 +735,18 @@ def test_an_optimizer_of_torch_that_trains_nothing_is_an_error(mesh: DeviceMesh)
     model.requires_grad_(False)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     torch.optim.SGD(sf.Trainer(model, mesh, sf.Policy()).parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@on_meshes({"fsdp": 2})
+def test_hooks_from_before_are_refused_and_run_from_after(mesh: DeviceMesh, register: str) -> None:
+    model, seen = nn.Linear(4, 2), list[Tensor]()
+    handle = getattr(model.weight, register)(seen.append)
+    for make in (lambda: sf.shard(model, mesh, sf.Policy()), lambda: sf.Trainer(model, mesh, sf.Policy())):
+        with pytest.raises(sf.ShardError, match=r"'weight' has hooks for its gradient.*Register them after"):
+            make()
+    handle.remove()
+    trainer = sf.Trainer(model, mesh, sf.Policy())
+    getattr(next(trainer.parameters()), register)(seen.append)
+    trainer(torch.ones(1, 4)).sum().backward()
+    assert len(seen) == 1

@@ -632,13 +632,6 @@ def test_attributes_of_parameters_are_kept(mesh: DeviceMesh, kind: str) -> None:
     assert [getattr(parameter, "no_decay", False) for parameter in holder.parameters()] == [True, False]
 
 
-def test_parameters_in_a_dict_are_told_of() -> None:
-    model: Any = nn.Sequential(nn.Linear(2, 2))
-    model[0].kept = {"w": model[0].weight}
-    with pytest.warns(UserWarning, match=r"'0\.kept' holds the parameter '0\.weight' as it was before it was sharded"):
-        sf.Trainer(model, sf.make_mesh("cpu", fsdp=1))
-
-
 def test_a_step_needs_a_loss_and_an_optimizer() -> None:
     trainer = sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1))
     with pytest.raises(sf.ShardError, match="there is no optimizer"):

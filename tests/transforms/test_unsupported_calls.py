@@ -1,11 +1,13 @@
 """Collectives of torch inside transforms are refused by name; ours are not."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
@@ -138,3 +140,51 @@ def test_what_data_ranks_share_comes_into_a_loss_by_a_pvary(mesh: DeviceMesh) ->
         torch.testing.assert_close(sf.collectives.pmean(slope, mesh, "fsdp").isfinite(), torch.tensor(True))
         with pytest.raises(sf.ShardError, match=r"pmean|psum: an sf\.vmap goes on whose samples or members lie on"):
             sf.vmap(lambda p, x: loss(p, x[None], axes), in_dims=(None, 0))(params, local)
+
+
+class Keeps(nn.Module):
+    """Reaches a weight, or a buffer that its forward writes, in another way than through its module."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.register_buffer("seen", torch.zeros(()))
+        weight, seen = self.up.weight, self.seen
+        self.kept, self.seens = [weight], [seen]
+        self.listed = nn.ParameterList([weight])
+        self.ways: dict[str, Callable[[Tensor], Tensor]] = {
+            "list": lambda x: F.linear(x, self.kept[0]),
+            "cell": lambda x: x @ weight.mT,
+            "partial": partial(F.linear, weight=weight),
+            "buffer": lambda x: F.linear(x, self.up.weight) * self.seens[0],
+            "parameter list": lambda x: F.linear(x, self.listed[0]),
+            "read of a size": lambda x: F.linear(x, self.up.weight) * self.kept[0].shape[0] * self.kept[0].numel(),
+        }
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.down(self.ways[self.way](x))
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@on_meshes({"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2})
+def test_tensors_of_the_model_that_a_forward_has_kept_are_refused(mesh: DeviceMesh, trains: bool) -> None:
+    x = torch.ones(2, 4)
+    rules = {"up.weight": "f@tp c", "listed.0": "f@tp c", "down.weight": "c f@tp"}
+    for way in Keeps("").ways.keys() - ({"buffer"} if trains else set()):
+        model = Keeps(way)
+        policy = sf.Policy(rules=rules)
+        if trains:
+            call: Callable[[Tensor], Tensor] = sf.Trainer(model, mesh, policy)
+        else:
+            call = partial(sf.apply, model, sf.shard(model, mesh, policy))
+        if way in ("list", "cell", "partial", "buffer"):
+            name = "seen" if way == "buffer" else "up.weight"
+            with pytest.raises(sf.ShardError, match=rf"computes with '{name}' of the model as it was.*ParameterList"):
+                [call(x) for _ in range(2)]
+        else:
+            one = Keeps(way)
+            for _ in range(2):
+                torch.testing.assert_close(call(x), one(x))

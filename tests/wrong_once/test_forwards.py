@@ -983,7 +983,7 @@ def test_other_forwards_may_return_their_inputs_or_not(names: list[str]) -> None
 class Flat(nn.Module):
     """A block, and what is made of its output."""
 
-    def __init__(self, after: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, after: Any) -> None:
         super().__init__()
         self.block = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
         self.after = after
@@ -1007,3 +1007,26 @@ def test_outputs_of_which_a_rank_has_several_pieces_do_not_stay_split(
     policy = sf.Policy(rules={"block.1.weight": rule}, acts={"block.1": "... f@tp"})
     with pytest.raises(sf.ShardError, match="leaves its output split over 'tp', and what is made of it"):
         sf.plan(Flat(after), sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.rand(2, 4, 8))
+
+
+PIECES: list[Callable[[Tensor], Any]] = [
+    lambda h: h.unbind(-1),
+    lambda h: h.chunk(16, -1),
+    lambda h: h.split(1, -1),
+    lambda h: [*h.mT[0]],
+]
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+def test_pieces_of_what_is_split_are_counted_as_in_one_process(pieces: Callable[[Tensor], Any]) -> None:
+    policy = sf.Policy(rules={"block.0.weight": "f@tp c", "block.1.weight": "c f@tp"})
+
+    class Counts(Flat):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.block[0](x)
+            return self.block[1](h) * (len(pieces(h)) if self.after is None else 1 + 0 * len(pieces(h)[:1]))
+
+    mesh, x = sf.MeshSpec(fsdp=1, tp=2), torch.rand(2, 4, 8)
+    sf.plan(Counts(abs), mesh, policy, example=x)
+    with pytest.raises(sf.ShardError, match="decides by 8, which is 16 on one rank"):
+        sf.plan(Counts(None), mesh, policy, example=x)

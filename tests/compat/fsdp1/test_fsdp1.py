@@ -188,11 +188,11 @@ def _keeps_a_reference() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(self.fc(x), self.kept[0])
 
-    with pytest.warns(UserWarning, match=r"'kept' holds the parameter 'fc.weight' as it was before it was sharded"):
-        FSDP(Keeps())
+    with pytest.raises(sf.ShardError, match=r"computes with 'fc.weight' of the model as it was before it was sharded"):
+        FSDP(Keeps())(torch.ones(2, 5))
 
 
-def test_a_parameter_in_a_list_is_told_of() -> None:
+def test_a_parameter_in_a_list_is_refused() -> None:
     run(_keeps_a_reference, ranks=2)
 
 
