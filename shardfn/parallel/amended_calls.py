@@ -110,7 +110,8 @@ def amend(call: tuple[Any, Any], amendments: Sequence[Amendment], changed: Chang
         leaf = leaves[amendment.at] if amendment.at < len(leaves) else None
         if isinstance(leaf, Tensor) == (amendment.how in ("divide", "multiply")) or leaf is None:
             why = f"apply: in {amendment.path or '(the model)'!r}"
-            raise ShardError(f"{why}, a call of torch has other arguments than when the shape-only trace saw it")
+            instead = "In place of sum(...) or a loop that adds up, write torch.stack([...]).sum(0)"
+            raise ShardError(f"{why}, a call of torch has other arguments each time that it is made. {instead}")
         leaves[amendment.at] = changed(leaf, amendment)
     return _with(call, iter(leaves))
 

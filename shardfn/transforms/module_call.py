@@ -46,8 +46,9 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     Inside, modules see ordinary local tensors: whole over the data axes, split over the compute axes. Linears,
     embeddings, convolutions, norms of channels and `nn.MultiheadAttention` compute with split weights by their rules;
     sizes between them must come from the tensors, since only this rank's heads are there. The model's own modules
-    compute, and whatever else holds them (closures, lists, dicts) holds what computes. Outside of calls the model is
-    its own: its parameters and buffers stay, and it has the attributes that its forward assigned.
+    compute, and whatever else holds them (closures, lists, dicts) holds what computes; a parameter that something else
+    than its module holds is an error where a forward computes with it. Outside of calls the model is its own: its
+    parameters and buffers stay, and it has the attributes that its forward assigned.
 
         >>> import torch, shardfn as sf
         >>> from torch import Tensor, nn
