@@ -114,16 +114,7 @@ class _Here:
         back = collectives.all_to_all_rows(self.of_tokens(rows), mesh, axis, receive, send)
         return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, back)
 
-    def dispatched_shares(self, routed: _Routed) -> Tensor:
-        """Tokens [n, c], the same on all ranks, each of which dispatches its share of them."""
-        mesh, axis, n = self.mesh, self.axis, len(routed.ids)
-        self.refuse(self.wrong(routed.ids))
-        # Tokens are added where n does not divide; expert 0 makes something of them that is cut off.
-        padded = (F.pad(x, (0, 0, 0, -n % collectives.axis_size(mesh, axis))) for x in routed)
-        share = _Routed(*(collectives.shard_slice(x, mesh, axis, 0) for x in padded))
-        return collectives.all_gather_invariant(self.dispatched(share), mesh, axis, 0)[:n]
-
-    def without_sizes(self, routed: _Routed, shared: bool, dispatch: bool) -> Tensor:
+    def without_sizes(self, routed: _Routed, shared: bool) -> Tensor:
         """The same where no size may depend on values: every expert of this rank computes all tokens.
 
         Tokens that differ between ranks are gathered for it.
@@ -131,14 +122,9 @@ class _Here:
         mesh, axis = self.mesh, self.axis
         if not shared:
             routed = _Routed(*(collectives.all_gather(x, mesh, axis, 0) for x in routed))
-        elif dispatch:
-            tokens = collectives.pvary(routed.tokens, mesh, axis)
-            routed = routed._replace(tokens=tokens, weights=collectives.pvary(routed.weights, mesh, axis))
         numbers = torch.arange(self.experts, device=routed.ids.device)
         out = self.each_of_all(routed, collectives.shard_slice(numbers, mesh, axis, 0))  # [experts@ep]
-        if not shared:
-            return collectives.psum_scatter(out, mesh, axis, 0)
-        return collectives.psum(out, mesh, axis) if dispatch else out
+        return out if shared else collectives.psum_scatter(out, mesh, axis, 0)
 
     def each_of_all(self, routed: _Routed, numbers: Tensor) -> Tensor:
         """What the experts with these `numbers` make of all tokens; tokens that chose others have weight zero.
@@ -195,8 +181,6 @@ class Experts:
 
     Args:
         axis: the mesh axis of experts.
-        dispatch: on a compute axis: True has each rank send its share of the tokens to the ranks of their experts and
-            gathers the results. In most of the measured cases that takes longer, see docs/design.md.
         grouped: in place of the module's own forward: `grouped(weights, tokens, counts)`, with this rank's part of the
             module's parameters by attribute, its tokens `[n, c]` sorted by expert, and how many each expert has, makes
             `[n, c]`, to which routing weights are applied here.
@@ -213,7 +197,6 @@ class Experts:
     """
 
     axis: str
-    dispatch: bool = False
     grouped: Grouped | None = None
 
     @property
@@ -232,28 +215,26 @@ class Experts:
         """See the class."""
         routed, others = _given(module, args, kwargs)
         experts = _experts_of(module, self.axis, local, layouts)
-        # Shares of the same tokens are taken of what is the same; all else that ranks do with them differs.
-        within = [axis for axis in layouts.axes if not (self.dispatch and axis == self.axis)]
-        for axis in within:
+        for axis in layouts.axes:
             tokens = layouts.entered(routed.tokens, axis, 0)
             routed = routed._replace(tokens=tokens, weights=layouts.entered(routed.weights, axis, 2))
         mesh, shared = layouts.mesh, self.axis in layouts.axes
         if routed.tokens.is_meta:
             out = torch.empty_like(routed.tokens)
-            if experts and (self.dispatch or not shared):
-                layouts.received(_most_bytes(routed, collectives.axis_size(mesh, self.axis), shared))
+            if experts and not shared:
+                layouts.received(_most_bytes(routed, collectives.axis_size(mesh, self.axis)))
         else:
             assert not isinstance(mesh, MeshSpec)
             here = _Here(module, local, self.grouped, others, mesh, self.axis, experts)
             flat = _Routed(*(x.reshape(-1, x.shape[-1]) for x in routed))
             out = self._computed(flat, here, shared).view(routed.tokens.shape)
-        for axis in within:
+        for axis in layouts.axes:
             out, ranks = collectives.psum(out, layouts.mesh, axis), collectives.axis_size(layouts.mesh, axis)
             layouts.received(2 * (ranks - 1) * out.numel() * out.element_size() // ranks)
         return out
 
     def _computed(self, routed: _Routed, here: _Here, shared: bool) -> Tensor:
-        """Tokens [n, c] through their experts; over a compute axis this rank's summand, if it does not dispatch."""
+        """Tokens [n, c] through their experts; over a compute axis this rank's summand."""
         fixed = has_no_memory() or simulated() or vmap_depth() > 0  # no size may depend on values
         if not here.experts:
             if self.axis in mapped_axes() and self.grouped is None:
@@ -266,11 +247,9 @@ class Experts:
                 return here.each_of_all(routed, torch.arange(here.count, device=routed.ids.device))
             return here.chosen(routed)
         if fixed:
-            return here.without_sizes(routed, shared, self.dispatch)
+            return here.without_sizes(routed, shared)
         if not shared:
             return here.dispatched(routed)
-        if self.dispatch:
-            return here.dispatched_shares(routed)
         here.refuse(here.wrong(routed.ids))
         return here.of_tokens(routed)
 
@@ -295,18 +274,14 @@ def _given(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return _Routed(tokens, ids, weights), others
 
 
-def _most_bytes(routed: _Routed, ranks: int, shared: bool) -> int:
+def _most_bytes(routed: _Routed, ranks: int) -> int:
     """What a rank receives, on average, if no token stays: in a forward and, where it is differentiated, a backward."""
     n, k = routed.ids.numel() // max(routed.ids.shape[-1], 1), routed.ids.shape[-1]
     token, ids, weights = (x.shape[-1] * x.element_size() for x in routed)
     backward = any(x.requires_grad for x in routed)
-    share = -(-n // ranks) if shared else n
-    rows = share * min(k, ranks - 1)
+    rows = n * min(k, ranks - 1)
     received = 8 * (ranks - 1) + rows * (token + ids + weights) + rows * token
-    received += backward * rows * (2 * token + weights)
-    if shared:  # results are gathered, and in backward what shares of tokens and weights were taken of
-        received += (ranks - 1) * share * (token + backward * (token + weights))
-    return received
+    return received + backward * rows * (2 * token + weights)
 
 
 def _experts_of(module: nn.Module, axis: str, local: Mapping[str, Tensor], layouts: Layouts) -> int:

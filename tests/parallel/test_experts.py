@@ -146,7 +146,6 @@ WAYS = {
     "batch, grouped": (BATCH, {"grouped": grouped}),
     "shared": (SHARED, {}),
     "shared, grouped": (SHARED, {"grouped": grouped}),
-    "shared, dispatch": (SHARED, {"dispatch": True}),
 }
 LOADS = {
     "as they come": None,
@@ -509,7 +508,7 @@ def test_a_token_goes_once_to_a_rank(mesh: DeviceMesh) -> None:
     assert counts.bytes_of["all_to_all"] == layers * (4 * 8 + sent + back)
 
 
-@pytest.mark.parametrize("way", ["batch", "shared", "shared, dispatch"])
+@pytest.mark.parametrize("way", ["batch", "shared"])
 @on_meshes({"fsdp": 1, "ep": 2})
 def test_a_plan_counts_what_travels_if_no_token_stays(mesh: DeviceMesh, way: str) -> None:
     batch, options = WAYS[way]
