@@ -423,7 +423,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     return Optimizer(init, update, step)
 
 
-def masked(optimizer: Optimizer, mask: str | Sequence[str] | Mapping[str, bool]) -> Optimizer:
+def masked(optimizer: Optimizer, mask: str | Sequence[str]) -> Optimizer:
     """An optimizer for some of the parameters; it leaves the others alone.
 
     Two optimizers for two sets of parameters are two `masked` ones, whose steps are called one after the other with the
@@ -438,30 +438,30 @@ def masked(optimizer: Optimizer, mask: str | Sequence[str] | Mapping[str, bool])
 
     Args:
         optimizer: what updates the chosen parameters.
-        mask: a pattern of parameter names or several, or a mapping of every parameter's name to whether it is chosen.
+        mask: a pattern of parameter names, or several.
 
     Returns:
         an optimizer with the state of `optimizer`.
 
     Raises:
         TypeError: a mask of another kind.
-        ShardError: in `init`, a pattern that matches nothing, or a mapping with other names than the parameters'.
+        ShardError: in `init`, a pattern that matches nothing.
 
     Communication: that of `optimizer`.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"masked: {optimizer!r} is not an Optimizer")
-    if not isinstance(mask, str | Mapping | Sequence):
-        raise TypeError(f"masked: the mask is a {type(mask).__name__}; expected patterns, or a mapping of name -> bool")
-    chosen = mask if isinstance(mask, Mapping) else ((mask,) if isinstance(mask, str) else tuple(mask))
+    if not isinstance(mask, str | Sequence):
+        raise TypeError(f"masked: the mask is a {type(mask).__name__}; expected patterns of names, such as '**.bias'")
+    chosen = (mask,) if isinstance(mask, str) else tuple(mask)
 
     def part(params: Tree, tree: Tree) -> Tree:
-        picked = [name for name in params if _is_chosen(chosen, model_names(params, name))]
+        picked = [name for name in params if pattern_of(chosen, model_names(params, name)) is not None]
         return like(tree, {name: tree[name] for name in picked if name in tree})
 
     def init(params: Tree) -> Any:
         require_tensors("masked.init", params)
-        _require_live_mask(chosen, params)
+        raise_problems("masked", list(dead_patterns(chosen, params)))
         return optimizer.init(part(params, params))
 
     def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
@@ -472,21 +472,3 @@ def masked(optimizer: Optimizer, mask: str | Sequence[str] | Mapping[str, bool])
         return params, optimizer.step(part(params, params), grads, state)[1]
 
     return Optimizer(init, update, step)
-
-
-def _is_chosen(chosen: Mapping[str, bool] | tuple[str, ...], names: tuple[str, ...]) -> bool:
-    if isinstance(chosen, Mapping):
-        return any(chosen.get(name, False) for name in names)
-    return pattern_of(chosen, names) is not None
-
-
-def _require_live_mask(chosen: Mapping[str, bool] | tuple[str, ...], params: Tree) -> None:
-    if isinstance(chosen, Mapping):
-        groups = [model_names(params, name) for name in params]
-        names = [name for group in groups for name in group]
-        problems = [f"the mask has no entry for {g[0]!r}" for g in groups if not any(name in chosen for name in g)]
-        unknown = [name for name in chosen if name not in names]
-        problems += [f"the mask has {name!r}, which is no parameter{did_you_mean(name, names)}" for name in unknown]
-    else:
-        problems = list(dead_patterns(chosen, params))
-    raise_problems("masked", problems)

@@ -883,7 +883,7 @@ def test_warmup_cosine() -> None:
 def test_masked_leaves_the_others_alone() -> None:
     params = {"a.w": torch.ones(2), "a.b": torch.ones(2), "c": torch.ones(2)}
     grads = {name: torch.full((2,), 3.0) for name in params}
-    for mask in ("a.*", ["a.w", "a.b"], {"a.w": True, "a.b": True, "c": False}):
+    for mask in ("a.*", ["a.w", "a.b"]):
         opt, own = sfo.masked(sfo.adamw(0.5), mask), copied(params)
         state = opt.init(own)
         assert list(state.mu) == ["a.w", "a.b"]
@@ -1061,7 +1061,6 @@ def test_bad_trees() -> None:
         (sf.ShardError, "none of 1 parameters trains", lambda: opt.init({"a": torch.arange(2)})),
         (sf.ShardError, "groups: 'a.u' matches no parameter; did you mean", lambda: dead_group("a.u").init(params)),
         (sf.ShardError, "masked: 'b.*' matches no", lambda: sfo.masked(opt, ["a.*", "b.*"]).init(params)),
-        (sf.ShardError, "the mask has no entry for 'a.b'", lambda: sfo.masked(opt, {"a.w": True}).init(params)),
         (
             sf.ShardError,
             r"grads has no leaf 'a.b'; did you mean",
