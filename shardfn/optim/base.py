@@ -452,7 +452,7 @@ def masked(optimizer: Optimizer, mask: str | Sequence[str]) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"masked: {optimizer!r} is not an Optimizer")
     if not isinstance(mask, str | Sequence):
-        raise TypeError(f"masked: the mask is a {type(mask).__name__}; expected patterns of names, such as '**.bias'")
+        raise TypeError(f"masked: the mask is a {type(mask).__name__}; expected patterns of names, or a list of names")
     chosen = (mask,) if isinstance(mask, str) else tuple(mask)
 
     def part(params: Tree, tree: Tree) -> Tree:

@@ -97,7 +97,8 @@ class OutsideOfTree(TorchFunctionMode):
         self._names = {id(x): first[name] for name, x in named if name in first and not isinstance(x, DTensor)}
         for name, x in model.named_buffers(remove_duplicate=False):
             now = params.buffers.get(name, x)
-            self._names |= {id(x): name} if now is not x and not torch.equal(now, x) else {}
+            if now is not x and (x.is_meta or not torch.equal(now, x.to(now.device))):
+                self._names[id(x)] = name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -161,10 +162,10 @@ def _is_ours() -> bool:
     innermost = True
     for frame, _ in islice(walk_stack(currentframe()), 2, None):
         file = frame.f_code.co_filename
-        if file == __file__:  # the function that is watched
-            return False
         if file.startswith(_TORCH) or frame.f_code.co_name == "__torch_function__":
             continue
+        if file == __file__:  # the function that is watched
+            return False
         if file in _ON_PARTS or (innermost and file.startswith(_OURS)):
             return True
         innermost = False
