@@ -109,9 +109,8 @@ def amend(call: tuple[Any, Any], amendments: Sequence[Amendment], changed: Chang
     for amendment in amendments:
         leaf = leaves[amendment.at] if amendment.at < len(leaves) else None
         if isinstance(leaf, Tensor) == (amendment.how in ("divide", "multiply")) or leaf is None:
-            why = f"apply: in {amendment.path or '(the model)'!r}"
-            instead = "In place of sum(...) or a loop that adds up, write torch.stack([...]).sum(0)"
-            raise ShardError(f"{why}, a call of torch has other arguments each time that it is made. {instead}")
+            why = f"apply: in {amendment.path or '(the model)'!r}, a call of torch has other arguments each time it is made"
+            raise ShardError(f"{why}. In place of sum(...) or a loop that adds up, write torch.stack([...]).sum(0)")
         leaves[amendment.at] = changed(leaf, amendment)
     return _with(call, iter(leaves))
 

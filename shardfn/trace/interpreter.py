@@ -17,7 +17,7 @@ claimed.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,13 +25,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn import _torch
 from shardfn.comm import Moved, watching
-from shardfn.context import having
 from shardfn.layout import SAME, Cure, FailedOperation, Kind, Part, Problem, Shape, Tag, after_collective, even
 from shardfn.parallel import Adjustments
 from shardfn.trace import padding, paired_sizes
 from shardfn.trace.meta_values import EMPTY, MetaValues, leaves_of, tensors_of
 from shardfn.trace.operation_rules import parts_after
-from shardfn.trace.operations import MOVES, Operation, Shapes, is_stored, made_here, numbers_agree
+from shardfn.trace.operations import MOVES, CallInOneProcess, Operation, Shapes, is_stored, made_here, numbers_agree
 from shardfn.trace.paired_sizes import Paired, Side, Sides, local_of, taken, whole_of
 from shardfn.trace.value_numbering import ValueNumbers
 
@@ -39,14 +38,6 @@ _REPEATING = {"expand", "repeat"}
 _VIEWS = {"view", "_unsafe_view", "_reshape_alias"}  # whether a reshape copies depends on strides, and so on sizes
 _NEVER_SEEN = Tag(), 0  # and before anything was written
 _Made = list[dict[str, Part]]  # by axis, what each result of an operation is
-
-
-class _CallInOneProcess(NamedTuple):
-    """An operation in one process: its name, what it was given, and the shapes of its results."""
-
-    name: str
-    given: tuple[Any, Any]
-    shapes: Shapes
 
 
 def _shapes(tree: Any) -> Shapes:
@@ -87,8 +78,8 @@ class Interpreter(_torch.TorchDispatchMode):
         self._path: list[str] = [""]
         self.failed_at = ""  # the path of the module in which the run failed; empty for the model itself
         self._instead: Tensor | None = None  # what the next copy gives
-        self._done: list[_CallInOneProcess] | None = None  # by a function in one process
-        self._expected: Iterator[_CallInOneProcess] | None = None  # the same, when a rank does it after that
+        self._done: list[CallInOneProcess] | None = None  # by a function in one process
+        self._expected: Iterator[CallInOneProcess] | None = None  # the same, when a rank does it after that
         self._tags = WeakIdKeyDictionary()  # tensor -> its tag, and how many writes there were when that was made
         self.zeros = WeakIdKeyDictionary()  # tensors that hold nothing but zeros, and went nowhere yet
         self._fresh = WeakIdKeyDictionary()  # tensors that hold nothing yet
@@ -348,7 +339,7 @@ class Interpreter(_torch.TorchDispatchMode):
             out = local = whole = self.values.run(operation, *mine)
             if pairs and side == "both":
                 whole = self.values.run(operation, *taken(inputs, "one"))
-                local = self._as_many(local, whole)
+                local = self.sides.as_many(local, whole)
         except Exception:
             given = tuple((tuple(local_of(x).shape), self.tag(x)) for x in tensors_of(inputs))
             self.stuck = FailedOperation(name, given)
@@ -366,23 +357,15 @@ class Interpreter(_torch.TorchDispatchMode):
             self.numbers.writes += tensors_of(out) if _torch.is_mutable(func) else []
         return out
 
-    def _as_many(self, local: Any, whole: Any) -> Any:
-        """What an operation gives a rank, in as many pieces as it gives one process, which Python may count."""
-        if not isinstance(local, list | tuple) or len(local) == len(whole):
-            return local
-        with having(self.sides, in_torch=False):
-            self.sides.decide(len(local), len(whole))
-        return [*local, *(local[-1].detach() for _ in range(len(local), len(whole)))][: len(whole)]
-
     def _of_one(self, func: Any, arguments: Any) -> Any:
         """An operation in one process; a tensor that it writes into is returned as the pair that it was given."""
         given = taken(arguments, "one")
         out = self.values.run(func, *given)
         if self._done is not None:
-            self._done.append(_CallInOneProcess(_torch.base_name(func), given, _shapes(out)))
+            self._done.append(CallInOneProcess(_torch.base_name(func), given, _shapes(out)))
         return paired_sizes.paired(out, out, {id(whole_of(x)): x for x in tensors_of(arguments)}, self.values.agree)
 
-    def _in_one(self, func: Any) -> _CallInOneProcess | None:
+    def _in_one(self, func: Any) -> CallInOneProcess | None:
         """The same operation in one process, of a function that is done on each side by itself."""
         done = next(self._expected, None) if self._expected is not None else None
         if done is None or done.name == _torch.base_name(func):

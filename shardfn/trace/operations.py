@@ -221,6 +221,14 @@ def _nll(op: Operation) -> Part | None:
     raise NotRankByRank("a loss over values of which each rank has a part")
 
 
+class CallInOneProcess(NamedTuple):
+    """An operation in one process: its name, what it was given, and the shapes of its results."""
+
+    name: str
+    given: tuple[Any, Any]
+    shapes: Shapes
+
+
 def numbers_agree(func: Any, mine: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     """Whether the numbers among the arguments, but for sizes, are alike on both sides."""
     name = _torch.base_name(func)

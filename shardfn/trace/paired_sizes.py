@@ -126,6 +126,14 @@ class Sides:
             self.needs_whole(sources, decision.path)
         return one
 
+    def as_many(self, rank: Any, one: Any) -> Any:
+        """What an operation gives a rank, in as many pieces as it gives one process, which Python may count."""
+        if not isinstance(rank, list | tuple) or len(rank) == len(one):
+            return rank
+        with having(self, in_torch=False):
+            self.decide(len(rank), len(one))
+        return [*rank, *(rank[-1].detach() for _ in range(len(rank), len(one)))][: len(one)]
+
 
 _SIDES: ContextVar[Sides] = ContextVar("sides")
 
