@@ -109,7 +109,7 @@ def amend(call: tuple[Any, Any], amendments: Sequence[Amendment], changed: Chang
     for amendment in amendments:
         leaf = leaves[amendment.at] if amendment.at < len(leaves) else None
         if isinstance(leaf, Tensor) == (amendment.how in ("divide", "multiply")) or leaf is None:
-            why = f"apply: in {amendment.path or '(the model)'!r}, a call of torch has other arguments each time it is made"
+            why = f"apply: in {amendment.path or '(the model)'!r}, a call of torch has other arguments each time"
             raise ShardError(f"{why}. In place of sum(...) or a loop that adds up, write torch.stack([...]).sum(0)")
         leaves[amendment.at] = changed(leaf, amendment)
     return _with(call, iter(leaves))

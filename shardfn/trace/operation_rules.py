@@ -273,7 +273,7 @@ def _added_product(op: Operation) -> Part | None:
     if op.kwargs.get("beta") == 0:
         return product
     if SUM in (part, product):
-        lose_if(product != part, f"{op.name} adds to a pending sum, once a rank; of your own weights write x @ w.T + bias")
+        lose_if(product != part, f"{op.name} adds to a pending sum, once a rank; with your own weights: x @ w.T + bias")
         return SUM
     if product is None or not product.split:
         lose_if(op.split(bias) is not None, f"{op.name} adds a split value to one that is not")

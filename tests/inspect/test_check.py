@@ -198,7 +198,7 @@ BROKEN: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_mistake_is_found_and_named(name: str) -> None:
     model, chosen, loss, batch, says = BROKEN[name]()

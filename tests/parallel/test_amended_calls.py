@@ -205,7 +205,7 @@ def _checked(model: nn.Module, policy: sf.Policy = POLICY) -> Any:
     return sf.check(model, MESH, policy, lambda params, x: sf.apply(model, params, x).square().mean(), _x())
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("forward", SERVED, ids=lambda fn: fn.__name__.strip("_"))
 def test_what_is_written_for_one_process_is_as_there(forward: Forward) -> None:
     result = _checked(_stack(forward))

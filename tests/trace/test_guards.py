@@ -187,6 +187,7 @@ OUTSIDE: dict[str, tuple[Callable[[Any], bool], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.everyday(4)
 @on_meshes({"fsdp": 1, "tp": 2})
 @pytest.mark.parametrize("where", OUTSIDE)
 def test_what_functions_read_from_outside(mesh: DeviceMesh, where: str) -> None:

@@ -77,7 +77,7 @@ def _policy(padded: bool = True) -> sf.Policy:
     return sf.Policy(rules=rules, sizes={"d": 4}, pad={"heads": 4} if padded else {})
 
 
-@pytest.mark.everyday(8)
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("at", ["q", "vo"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_number_in_padding_is_refused(name: str, at: str) -> None:
@@ -98,7 +98,7 @@ NO_SECOND = {"norm": "linalg_vector_norm", "deviation": "std", "similarity": "li
 NO_SECOND |= {"normalize": "linalg_vector_norm", "gates": "pow", "steps": "atan2"}
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", EQUAL)
 @on_meshes({"fsdp": 1, "tp": 2})
 @sdpa_kernel(SDPBackend.MATH)

@@ -187,6 +187,7 @@ AMENDED: list[Callable[..., Any]] = [
 ]
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("between", AMENDED)
 def test_numbers_are_those_of_one_process(between: Callable[[Any, Tensor], Any]) -> None:
     model, mesh = Two(between).double(), sf.MeshSpec(fsdp=1, tp=2)

@@ -352,7 +352,7 @@ class Holding(MLP):
         return h.sum()
 
 
-@pytest.mark.everyday(24)
+@pytest.mark.everyday(14)
 @pytest.mark.parametrize("name", HOLDERS)
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_what_is_in_any_holder_is_whole(mesh: DeviceMesh, name: str) -> None:

@@ -242,7 +242,7 @@ def _round_trip(flags: dict[str, bool], strategy: ShardingStrategy) -> None:
         _assert_same(_full(FSDP, loaded), reference.state_dict(), 1e-5)
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("flags", combinations(), ids=named)
 def test_every_combination_of_options(flags: dict[str, bool]) -> None:
     run(_round_trip, flags, ShardingStrategy.FULL_SHARD, ranks=2)
