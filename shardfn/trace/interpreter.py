@@ -195,7 +195,7 @@ class Interpreter(_torch.TorchDispatchMode):
         others, other = _torch.pytree.tree_flatten(whole)
         if len(leaves) != len(others) or structure != other:
             self._lose(tensors_of(leaves), f"{len(leaves)} values are made here, and {len(others)} on one rank")
-            return mine
+            return self.sides.as_many(mine, whole)
         return _torch.pytree.tree_unflatten([self._pack(a, b) for a, b in zip(leaves, others, strict=True)], structure)
 
     def beside(self, x: Tensor, whole: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ class Sides:
 
     def as_many(self, rank: Any, one: Any) -> Any:
         """What an operation gives a rank, in as many pieces as it gives one process, which Python may count."""
-        if not isinstance(rank, list | tuple) or len(rank) == len(one):
+        if not (isinstance(rank, list | tuple) and isinstance(one, list | tuple)) or len(rank) == len(one):
             return rank
         with having(self, in_torch=False):
             self.decide(len(rank), len(one))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from parts import RANKS, taken
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -25,26 +26,9 @@ from shardfn.trace.interpreter import Interpreter
 from shardfn.trace.paired_sizes import Paired, local_of, whole_of
 from shardfn.trace.traced_axes import TracedAxes
 
-RANKS = 2
-
 
 def _rand(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
-
-
-def _taken(whole: Tensor, part: Part | None, rank: int, ranks: int = RANKS) -> Tensor:
-    """What a rank has of a whole tensor."""
-    if part is None or part == SAME:
-        return whole
-    pieces, start = [], 0
-    rank, second = divmod(rank, part.share)
-    parts = ranks // part.share
-    for outer, inner in part.runs:
-        run = whole.narrow(part.dim, start, outer * inner * parts).unflatten(part.dim, (outer, parts, inner))
-        pieces.append(run.select(part.dim + 1, rank).flatten(part.dim, part.dim + 1))
-        start += outer * inner * parts
-    taken = torch.cat(pieces, part.dim)
-    return taken if part.second is None else taken.chunk(part.share, part.second)[second]
 
 
 @dataclass(frozen=True)
@@ -413,7 +397,7 @@ def test_each_rank_has_the_part_that_is_said(name: str) -> None:
     for rank in range(case.ranks):
         run = Interpreter({"tp": case.ranks})
         with run.sides.run():
-            pairs = [(_taken(x, part, rank, case.ranks), x) for x, part in zip(inputs, case.parts, strict=True)]
+            pairs = [(taken(x, part, rank, case.ranks), x) for x, part in zip(inputs, case.parts, strict=True)]
             given = [x if own.shape == x.shape else Paired(own, x) for own, x in pairs]
             for x, part in zip(given, case.parts, strict=True):
                 run.mark(x, Tag({"tp": part} if part is not None else {}))
@@ -424,7 +408,7 @@ def test_each_rank_has_the_part_that_is_said(name: str) -> None:
         assert said is not None and said.kind == case.kind, (said, case.kind)
         assert said.why if case.kind == "lost" else not said.why
         if case.kind == "split":
-            torch.testing.assert_close(results[-1], _taken(expected, said, rank, case.ranks))
+            torch.testing.assert_close(results[-1], taken(expected, said, rank, case.ranks))
             torch.testing.assert_close(whole_of(made), expected)
     if said == SAME:
         torch.testing.assert_close(results[-1], expected)
@@ -504,7 +488,7 @@ def _made_by_ranks(fn: Callable[[Tensor], Tensor], x: Tensor, part: Part) -> tup
     for rank in range(RANKS):
         run = Interpreter({"tp": RANKS})
         with run.sides.run():
-            own = _taken(x, part, rank) if part.split else (x * 0.25 if rank else x * 0.75)
+            own = taken(x, part, rank) if part.split else (x * 0.25 if rank else x * 0.75)
             given = Paired(own, x) if own.shape != x.shape else own
             run.mark(given, Tag({"tp": part}))
             with run, PairedFunctionMode(run), watched(run.note_collective):
@@ -525,7 +509,7 @@ def test_what_goes_along_dims_keeps_parts_of_others(name: str) -> None:
         kept.append(said.kind)
         if said.split:
             for rank, result in enumerate(results):
-                torch.testing.assert_close(result, _taken(expected, said, rank))
+                torch.testing.assert_close(result, taken(expected, said, rank))
         elif said.kind == "sum":
             torch.testing.assert_close(results[0] + results[1], expected)
         else:

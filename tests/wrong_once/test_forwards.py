@@ -1014,6 +1014,7 @@ PIECES: list[Callable[[Tensor], Any]] = [
     lambda h: h.chunk(16, -1),
     lambda h: h.split(1, -1),
     lambda h: [*h.mT[0]],
+    lambda h: h.unsafe_chunk(16, -1),
 ]
 
 
