@@ -6,8 +6,8 @@ applies them, and `function_mode` sees functions of torch before they become ope
 forwards do in it, `meta_values` holds known values, `value_numbering` finds equal values of two runs, `padding` follows
 zeros. `state_rollback` puts back what a forward changed; `guards` say whether a later call is like the traced one
 (`transforms/module_call` asks them, and traces again); `suggestions` say what to write when a trace fails, such as when
-the forward reads a head count from the configuration. Errors about sizes that do not divide come from the plan:
-`layout/planning.py`. Not here: training steps; they run only `guards`.
+the forward reads a head count from the configuration. Errors about sizes that do not divide come from the plan,
+`layout/planning.py`, but for heads of `nn.MultiheadAttention`. Not here: training steps; they run only `guards`.
 """
 
 from shardfn.trace.guards import Guards, Structure, Watch, signature

@@ -166,7 +166,7 @@ def test_a_plan_that_does_not_fit_is_an_error(policy: str, model: str, axes: dic
 
 @pytest.mark.parametrize(
     ("name", "where", "why"),
-    [("OPT", "self_attn", "view"), ("GPT-2", "attn", "values to unpack"), ("BLOOM", "self_attention", "")],
+    [("OPT", "self_attn", "view"), ("GPT-2", "attn", "is taken from elsewhere"), ("BLOOM", "self_attention", "")],
 )
 def test_fixed_sizes_are_found_without_processes(name: str, where: str, why: str) -> None:
     """Each of these attention modules has the head count of the whole model in an attribute; in a graph it stays."""
