@@ -27,7 +27,7 @@ from shardfn.compat.fsdp2 import fully_shard, register_fsdp_forward_method
 from shardfn.compat.hfai import FullyShardedDataParallel as HFAI
 from shardfn.compat.megatron import TorchFullyShardedDataParallel
 from shardfn.notation.errors import ShardError
-from shardfn.testing import assert_close, on_meshes, run
+from shardfn.testing import assert_close, assert_parity, on_meshes, run
 
 KINDS = ["trainer", "fsdp1", "fsdp2", "hfai", "megatron"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -1250,3 +1250,24 @@ def test_a_checkpoint_finds_sizes_of_a_rank(mesh: DeviceMesh) -> None:
     for name, g in found[0].items():
         assert_close(found[1][name], g)
         assert_close(found[2][name], g)
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.down(checkpoint(lambda h: h * self.scale, h, use_reentrant=False))
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_function_that_computes_again_has_weights_whose_gradient_is_added_up(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model, x = Scales().double(), torch.randn(3, 4, dtype=torch.float64)
+    params = sf.shard(model, mesh, sf.Policy(rules={"up.weight": "f@tp c", "down.weight": "c f@tp"}))
+    model(x).square().sum().backward()
+    found = sf.gather(sf.grad(lambda p: sf.apply(model, p, x).square().sum())(params))
+    assert_parity(found, {name: p.grad for name, p in model.named_parameters()})

@@ -408,3 +408,10 @@ def test_split_logits_compiled(mesh: DeviceMesh) -> None:
     assert_parity({"grad": own.grad}, {"grad": whole.grad.chunk(2, -1)[mesh.get_local_rank("tp")]})
     with pytest.raises(Exception, match="split logits cannot enter a compiled function"):
         compiled(split)
+
+
+def test_pieces_are_no_larger_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "_LEAST", 80)
+    monkeypatch.setattr(loss_module, "_PIECES", 1000)
+    sizes = [torch.empty(3, 8)[at].numel() for at in loss_module._pieces((3, 8), 5)]
+    assert sizes == [16, 8]  # rows of 8 targets of 5 logits

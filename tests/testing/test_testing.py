@@ -830,3 +830,9 @@ def test_nothing_issued_counts_nothing() -> None:
         torch.ones(2).sum()
     assert counts == Collectives()
     assert counts.total == counts.bytes == 0
+
+
+def test_it_is_imported_when_it_is_first_used() -> None:
+    assert sf.__getattr__("testing") is sys.modules["shardfn.testing"]
+    with pytest.raises(AttributeError, match="no attribute 'tests'"):
+        sf.__getattr__("tests")

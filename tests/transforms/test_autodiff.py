@@ -948,3 +948,11 @@ def test_a_value_that_is_written_over_is_torchs_own_error(mesh: DeviceMesh) -> N
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
         sf.grad(loss)(sf.shard(model, mesh, sf.Policy()))
     assert "sf.hvp" not in str(caught.value)
+
+
+@on_meshes({"fsdp": 2})
+def test_a_loss_of_what_is_gathered_is_averaged(mesh: DeviceMesh) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    params, own = sf.shard(model, mesh, sf.Policy()), mesh.get_local_rank("fsdp") + 1
+    value, _ = sf.value_and_grad(lambda t: sf.gather(params)["weight"].square().sum() * t * own)(torch.ones(()))
+    torch.testing.assert_close(value, 1.5 * model.weight.detach().square().sum())
