@@ -19,7 +19,8 @@ def _require_right(seeds: Sequence[int]) -> None:
     bad = [line(result) for result in found if result.verdict in BAD]
     assert not bad, "\n".join(bad)
     counts = Counter(result.verdict for result in found)
-    assert counts["equal"] > 0.6 * len(seeds), counts  # a net that refuses everything catches nothing
+    valid = len(seeds) - counts["invalid"]  # of which some are so by how a machine rounds
+    assert counts["equal"] > 0.6 * valid > 0.5 * len(seeds), counts  # a net that refuses everything catches nothing
 
 
 @pytest.mark.timeout(600)
