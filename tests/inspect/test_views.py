@@ -385,6 +385,14 @@ def test_a_place_without_a_layout_is_blank(monkeypatch: pytest.MonkeyPatch) -> N
     assert [tile.axison for tile in drawn[0].axes] == [True, True, True, False]
 
 
+def test_a_picture_has_a_tile_for_what_each_rank_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file: drawn.append(figure))
+    visualize(planned("a@fsdp b@tp", (4, 6), fsdp=2, tp=2), "w", file="unused.png")
+    visualize(planned("a@fsdp b", (0, 6), fsdp=2), "w", file="unused.png")
+    assert [len(figure.axes[0].patches) for figure in drawn] == [4, 0]
+
+
 def test_no_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install shardfn\[plot\]"):

@@ -55,7 +55,8 @@ def broken_forms(node: ast.AST, text: str) -> Iterator[tuple[ast.AST, str]]:
     """(what is replaced, by what) for one node of a function."""
 
     def source(each: ast.AST) -> str:
-        return ast.get_source_segment(text, each) or ""
+        segment = ast.get_source_segment(text, each) or ""
+        return f"({segment})" if isinstance(each, ast.NamedExpr) else segment
 
     if isinstance(node, ast.If | ast.IfExp | ast.While):
         yield node.test, f"not ({source(node.test)})"

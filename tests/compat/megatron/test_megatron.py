@@ -1,7 +1,9 @@
 """Megatron-core's wrapper, driven as its `get_model` drives it, with objects of the same shape."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -77,7 +79,13 @@ def _options() -> None:
     model.state_dict("b.", False, given)
     assert "b.special.weight" in given
     default = TorchFullyShardedDataParallel(CONFIG, SimpleNamespace(), _model())
-    assert isinstance(default.module, FSDPModule)
+    units = {type(each).__name__ for each in default.modules() if isinstance(each, FSDPModule)}
+    assert units == {"FSDPModel", "FSDPSpecial"}
+    place = "megatron.core.transformer.transformer_layer"
+    with patch.dict(sys.modules, {place: SimpleNamespace(TransformerLayer=TransformerLayer)}):  # as if installed
+        default = TorchFullyShardedDataParallel(CONFIG, SimpleNamespace(), _model())
+    units = {type(each).__name__ for each in default.modules() if isinstance(each, FSDPModule)}
+    assert units == {"FSDPModel", "FSDPTransformerLayer", "FSDPSpecial"}
     bad = _model()
     bad.special.__dict__["_fsdp_modules"] = ["Special"]
     with pytest.raises(sf.ShardError, match="_fsdp_modules of 'special' lists 'Special', which is no class of modules"):
