@@ -154,6 +154,32 @@ def test_so_may_one_of_several_results(mesh: DeviceMesh) -> None:
     _assert_same(mesh, Model(lambda x: torch.add(*Two.apply(x))))
 
 
+class Scaled(torch.autograd.Function):
+    """A shared value meets split ones where no value says that a gradient will be asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, h: Tensor) -> Tensor:
+        doubled = y * 4 / 2
+        ctx.save_for_backward(doubled, h)
+        return doubled * h
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        doubled, h = ctx.saved_tensors
+        return 2 * (grads[0] * h).sum(-1, keepdim=True), grads[0] * doubled
+
+
+class Meeting(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(Scaled.apply(self.enter(x).mean(-1, keepdim=True), torch.tanh(self.up(x))))
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_shared_value_may_meet_split_ones_in_a_function(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    _assert_same(mesh, Meeting(torch.sin))
+
+
 @pytest.mark.parametrize("name", NOT_LINEAR)
 def test_another_backward_is_refused(name: str) -> None:
     backward, why = NOT_LINEAR[name]
