@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn.comm.collectives import all_to_all_rows
+from shardfn.parallel import tensor_parallel_experts
 from shardfn.testing import assert_close, assert_parity, count_collectives, on_meshes, run, run_raises
 
 WIDTH, HIDDEN, EXPERTS = 12, 20, 8
@@ -814,3 +815,25 @@ def test_the_example_learns_the_same_on_any_mesh() -> None:
     for losses in (*found[0], *found[1]):
         torch.testing.assert_close(losses, alone[: len(losses)], rtol=1e-4, atol=1e-4)
     assert alone[-1] < alone[0] - 1
+
+
+class _Scaled(Experts):
+    """Without the shift, and with an argument that is no tensor."""
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, scale: float = 1.0) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(len(self.up)):
+            token, slot = torch.where(ids == expert)
+            made = torch.tanh(x[token] @ self.up[expert].t()) @ self.down[expert].t() * scale
+            out = out.index_add(0, token, made * weights[token, slot, None])
+        return out
+
+
+def test_experts_that_are_split_within_may_have_arguments_that_are_no_tensors() -> None:
+    rules = {"up": "e f@tp c", "down": "e c f@tp"}
+    policy = sf.Policy(rules=rules, compute={"": tensor_parallel_experts})
+    experts, x, ids = _Scaled().double(), torch.randn(7, WIDTH).double(), torch.randint(EXPERTS, (7, 2))
+    arguments = x, ids, torch.rand(7, 2).double(), 3.0
+    wanted = experts(*arguments)
+    with sf.simulate(fsdp=1, tp=2) as mesh:
+        assert_parity({"out": sf.apply(experts, sf.shard(experts, mesh, policy), *arguments)}, {"out": wanted.detach()})
