@@ -266,3 +266,21 @@ def test_wrong_options() -> None:
         sf.Policy(compile={"mod": "max-autotune"})
     with pytest.raises(TypeError, match=r"True, False, or a mapping"):
         sf.Policy(**dict[str, Any](compile="max-autotune"))
+
+
+def test_a_module_that_is_compiled_between_two_calls_is_compiled() -> None:
+    model, x = stack(), torch.randn(2, WIDTH, dtype=torch.float64)
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy(units=[Block]))
+    with torch.no_grad():
+        wanted = sf.apply(model, params, x)
+        model.layers[1].compile(backend=count)
+        assert sf.apply(model, params, x).equal(wanted) and len(graphs) == 1
+        vars(model.layers[1])["_compiled_call_impl"] = None
+        torch._dynamo.reset()
+        assert sf.apply(model, params, x).equal(wanted) and len(graphs) == 1
