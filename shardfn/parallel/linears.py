@@ -224,7 +224,7 @@ def kept_by_acts(plan: Plan) -> set[str]:
     """
     names = set()
     for module in plan.info.modules:
-        if not (last := _asked_of(plan, module)):
+        if module.kind not in OUT_DIM or not (last := _asked_of(plan, module)):
             continue
         layout = plan.weight_of(module)
         if not (columns := plan.compute_axes(layout, OUT_DIM[module.kind])):
@@ -256,12 +256,12 @@ def _padded_logits(plan: Plan, module: str, layout: Layout, axis: str) -> str:
 
 
 def _asked_of(plan: Plan, module: ModuleInfo) -> tuple[str, ...] | None:
-    """The axes that `Policy.acts` wants to split the features of a linear's output; None without an entry about it."""
-    if module.name not in plan.acts or module.kind not in OUT_DIM:
+    """The axes that `Policy.acts` wants to split the features of a module's output; None without an entry about it."""
+    if module.name not in plan.acts or module.kind not in BIAS_DIM:
         return None
-    dims = parse(plan.policy.acts[plan.acts[module.name]]).dims
-    last = dims[-1].factors[-1].axes if dims and dims[-1].factors else ()
-    return tuple(axis for axis in last if plan.axes[axis] > 1)
+    features = slice(-1, None) if module.kind in OUT_DIM else slice(1, 2)
+    dims = parse(plan.policy.acts[plan.acts[module.name]]).dims[features]
+    return tuple(axis for dim in dims for f in dim.factors[-1:] for axis in f.axes if plan.axes[axis] > 1)
 
 
 class _Lookups(TorchFunctionMode):

@@ -301,6 +301,13 @@ def boundaries(plan: Plan) -> dict[str, str]:
     return entries
 
 
+def made_whole(plan: Plan) -> set[str]:
+    """The modules of a user's own whose outputs an entry of `Policy.acts` wants whole."""
+    rules = {m.name: parse(plan.policy.acts[plan.acts[m.name]]) for m in plan.info.modules if m.name in plan.acts}
+    kinds = {m.name: m.kind for m in plan.info.modules}
+    return {name for name, rule in rules.items() if kinds[name] == "other" and not any(f.axes for f in rule.factors)}
+
+
 def ranks_of_acts(plan: Plan) -> int:
     """Between how many ranks activations are split at most."""
     rules = map(parse, boundaries(plan).values())

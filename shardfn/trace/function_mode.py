@@ -282,7 +282,7 @@ def _check_output(run: Interpreter, x: Tensor, axis: str, at: int | None = None,
         why = f"it leaves the forward in {_OBJECT}" if part.is_even else why
         what = f"{modules}: Policy.acts leaves its output split over '{axis}', and {why}"
         run.problems.append(Problem(what, "acts", tag.split_by))
-    elif tag.split_by and fits and at is not None:
+    elif fits and at is not None:
         run.found |= Adjustments(joined={(at, axis, part.dim)})
     elif tag.by_acts:
         run.found |= Adjustments(whole=tag.by_acts)
