@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardfn import _torch
 from shardfn._torch import dtensor_spec, pytree, unwrap_local, unwrap_locals, with_local, with_locals, wrap_local
 from shardfn.comm import buckets, flat_memory
 from shardfn.layout import Layout, chunk, grid_of
-from shardfn.notation import ShardError, raise_problems
+from shardfn.notation import ShardError, did_you_mean, raise_problems
 from shardfn.params import Params, initialize, is_tree, path_name, sharding
 
 STEP = "step-{:08d}"
@@ -204,6 +205,8 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
 def _flat_state(tree: Any) -> dict[str, Tensor]:
     """One flat dict of tensors: `params.layers.0.wq.weight`, `optimizer.mu.layers.0...`, `step`."""
+    if _torch.has_no_memory():
+        raise ShardError("checkpoint: in sf.jit no values are known: return what is to be saved, and save it outside")
     state: dict[str, Tensor] = {}
     for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=is_tree)[0]:
         name = path_name(path)
@@ -246,7 +249,8 @@ def _require_same(path: str, metadata: Metadata, state: Mapping[str, Tensor], wh
     for name, tensor in state.items():
         have = metadata.state_dict_metadata.get(name)
         if not isinstance(have, TensorStorageMetadata):
-            problems.append(f"'{name}' is not in it")
+            hint = did_you_mean(name, metadata.state_dict_metadata) if not problems else ""
+            problems.append(f"'{name}' is not in it{hint}")
         elif tuple(have.size) != tuple(tensor.shape) or have.properties.dtype != tensor.dtype:
             found = f"{tuple(have.size)} {have.properties.dtype}"
             problems.append(f"'{name}' is {found}, wanted {tuple(tensor.shape)} {tensor.dtype}")

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 
+from shardfn.layout.model_info import require_forward
 from shardfn.notation import ShardError, did_you_mean
 
 _ELSEWHERE = {  # what FSDP1 and FSDP2 call fields
@@ -144,6 +145,12 @@ class Policy:
                 raise TypeError(f"{call}: attributes and factors are needed, as in {example}")
         object.__setattr__(self, "batch", (self.batch,) if isinstance(self.batch, str) else tuple(self.batch))
         object.__setattr__(self, "ignore", (self.ignore,) if isinstance(self.ignore, str) else tuple(self.ignore))
+        for pattern, function in self.compute.items():
+            require_forward(f"Policy(compute={{{pattern!r}: ...}})", function)
+        given = self.units if isinstance(self.units, Iterable) else [self.units]
+        if wrong := [type(unit).__name__ for unit in given if isinstance(unit, torch.nn.Module)]:
+            why = f"Policy(units=...): a unit is named by its path, as in 'layers.*', or by its class, {wrong[0]}"
+            raise TypeError(f"{why}; the module itself is none")
         if isinstance(self.units, Mapping):
             object.__setattr__(self, "units", {unit: unit_settings(given, unit) for unit, given in self.units.items()})
         _check_dtypes(vars(self))

@@ -238,6 +238,8 @@ def advice_on(plan_: Plan, buffers: Mapping[str, Tensor], error: Exception) -> s
     """What to write when a forward fails with words of torch that name another cause; empty if it is none of those."""
     if "saved tensor hooks" in str(error):
         return AROUND
+    if "is not an nn.Parameter" in str(error):
+        return "In a forward weights are tensors: write self.up.weight for self.get_parameter('up.weight')."
     low = plan_.policy.compute_dtype
     names = [name for name, x in buffers.items() if x.is_floating_point() and x.dtype != low]
     if low is None or "dtype" not in str(error) or not names:

@@ -475,6 +475,8 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     >>> sf.tree.cast({"a": torch.ones(2)}, torch.float64)["a"].dtype
     torch.float64
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"tree.cast: {dtype!r} is no dtype, as torch.bfloat16 is")
     return map_local(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 

@@ -91,7 +91,9 @@ class PairedFunctionMode(TorchFunctionMode):
         try:
             with having(self._sides, in_torch=True):
                 return call, self._done(func, *call)
-        except SizesDiffer:
+        except (SizesDiffer, RuntimeError) as error:
+            if SizesDiffer.__name__ not in f"{type(error)} {error}":  # which unflatten raises in words
+                raise
             return call, self._apart(func, *call)
 
     def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -264,8 +264,8 @@ class _Call:
             with binding.computes(session), session.hooks(traced=binding.compiles), watch:
                 output = getattr(self.module, self.method)(*args, **kwargs)
                 output = leaving(output, adjust, self.grid, self.plan)
-        except RuntimeError as error:
-            if (told := escaped(error)) is not None:
+        except (RuntimeError, AttributeError) as error:
+            if isinstance(error, RuntimeError) and (told := escaped(error)) is not None:
                 raise told from error
             if advice := wiring.advice_on(self.plan, self.params.buffers, error):
                 raise ShardError(f"apply: {error}\n{advice}") from error

@@ -166,6 +166,21 @@ def _joined(mesh: DeviceMesh, **rules: str) -> Any:
     return sf.apply(model, _tree(mesh, model, rules), X[:, None])
 
 
+class _Named(nn.Module):
+    """A weight that the root looks up."""
+
+    def __init__(self, weight: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.up, self.weight = nn.Linear(8, 8), weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight(self)
+
+
+def _named(mesh: DeviceMesh, weight: Callable[[Any], Tensor]) -> Any:
+    return sf.apply(model := _Named(weight), sf.shard(model, mesh, sf.Policy()), X)
+
+
 class Mistake(NamedTuple):
     """A program, what its error says, and the program with what that says to write."""
 
@@ -472,6 +487,26 @@ MISTAKES: dict[str, Mistake] = {
         r"write \.to\(x\.dtype\) where .*or params\.buffers\['angles'\] = .*\['angles'\]\.to\(torch\.bfloat16",
         lambda mesh: sf.apply(model := _Rotated(), _low(mesh, model, torch.bfloat16), X),
     ),
+    "a module as a unit": Mistake(
+        lambda _: sf.Policy(units=[_mlp()[0]]),
+        r"by its path, as in 'layers\.\*', or by its class, Linear",
+        lambda _: sf.Policy(units=[nn.Linear]),
+    ),
+    "a dtype by its name": Mistake(
+        lambda mesh: sf.tree.cast(_tree(mesh), untyped("bfloat16")),
+        r"'bfloat16' is no dtype, as torch\.bfloat16 is",
+        lambda mesh: sf.tree.cast(_tree(mesh), torch.bfloat16),
+    ),
+    "a parallel forward without the layouts": Mistake(
+        lambda _: sf.Policy(compute={"0": lambda module, x: x}),
+        r"it will be called as fn\(module, local, layouts, \*args\)",
+        lambda _: sf.Policy(compute={"0": lambda module, local, layouts, x: x}),
+    ),
+    "a parameter by its path in a forward": Mistake(
+        lambda mesh: _named(mesh, lambda own: own.get_parameter("up.weight")),
+        r"write self\.up\.weight for self\.get_parameter\('up\.weight'\)",
+        lambda mesh: _named(mesh, lambda own: own.up.weight),
+    ),
     "a method that the model lacks": Mistake(
         lambda mesh: sf.apply(model := _mlp(), _tree(mesh, model), X, method="forwrd"),
         r"did you mean 'forward'\?",
@@ -492,7 +527,7 @@ def test_a_mistake_says_what_to_write(name: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_mesh_of_gpus_where_there_is_none_says_so() -> None:
-    with pytest.raises(sf.ShardError, match=r"torch sees no GPU here; write make_mesh\('cpu', \.\.\.\)"):
+    with pytest.raises(sf.ShardError, match=r"torch sees none here; write make_mesh\('cpu', \.\.\.\)"):
         sf.make_mesh("cuda", fsdp=1)
 
 
@@ -515,6 +550,13 @@ def test_a_mistake_of_one_rank_says_what_to_write(mesh: DeviceMesh, tmp_path: Pa
     with pytest.raises(TypeError, match=r"write save\(path, tree\)"):
         sf.checkpoint.save(untyped(params), str(tmp_path / "step-1"))
     sf.checkpoint.save(str(tmp_path / "step-1"), params)
+    with pytest.raises(sf.ShardError, match=r"'model\.0\.weight' is not in it; did you mean '0\.weight'\?"):
+        sf.checkpoint.load(str(tmp_path / "step-1"), {"model": params})
+    sf.checkpoint.load(str(tmp_path / "step-1"), params)
+    saves = sf.jit(lambda params: sf.checkpoint.save(str(tmp_path / "step-2"), params))
+    with pytest.raises(sf.ShardError, match="return what is to be saved, and save it outside"):
+        saves(params)
+    sf.checkpoint.save(str(tmp_path / "step-2"), sf.jit(lambda params: sf.tree.map(lambda x: x * 2, params))(params))
 
 
 @on_meshes({"fsdp": 2, "tp": 2})
