@@ -171,7 +171,7 @@ class Trainer(nn.Module):
         parts = _microbatches(batch, self.accumulate)
         with having(self, _differentiates=True), torch.no_grad():  # nobody differentiates the gradients
             loss, grads = self._loss_and_grads(params, parts)
-        self._held.keep_buffers(self.module, params)
+        self._held.keep_buffers(self.module, params.buffers)
         out = {"loss": loss, "grad_norm": None, "tokens": self._tokens(batch)}
         if self.scaler is not None:
             out["scale"] = self.scaler.get_scale()

@@ -751,6 +751,26 @@ def test_buffers_that_a_forward_replaces_are_kept(mesh: DeviceMesh) -> None:
     assert trainer.get_buffer("calls") == 3 and trainer.state_dict()["calls"] == 3
 
 
+class _Listed(_Counting):
+    """Counts them in a buffer that a list holds, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = [self.calls]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.all[0].add_(1)
+        return self.linear(x) * self.calls
+
+
+@on_meshes({"fsdp": 2})
+def test_a_buffer_that_a_list_holds_too_is_one(mesh: DeviceMesh) -> None:
+    trainer, x = sf.Trainer(model := _Listed(), mesh), torch.ones(2, 4)
+    outputs = [trainer(x).detach() for _ in range(3)]
+    assert trainer.state_dict()["calls"] == 3 and model.all[0] is trainer.get_buffer("calls")
+    assert outputs[2].equal(outputs[0] * 3)
+
+
 def _squares(model: nn.Module) -> Any:
     return lambda params, x: sf.apply(model, params, x).square().mean()
 
