@@ -257,8 +257,8 @@ class StepFinder:
                         steps.append(step)
                         self._may_scatter(path, x, axis, dim)
         if path in self._wholes:
-            split = ((at, *pair) for at, x in _floats(leaves) for pair in self._run.tag(x).parts.items())
-            steps += [Step(path, at, axis, part.dim, "join") for at, axis, part in split if part.is_even]
+            split = ((at, axis, tag) for at, x in _floats(leaves) for tag in [self._run.tag(x)] for axis in tag.parts)
+            steps += [Step(path, at, axis, t.parts[axis].dim, "join") for at, axis, t in split if t.can_join(axis)]
         self._note("outputs", path, steps)
         return steps
 

@@ -137,6 +137,14 @@ def test_with_what_an_error_says_to_write_gradients_are_those_of_one_process(fn:
         assert_parity(tree, dict(zip(named, grads, strict=True)), tol=1e-10)
 
 
+def test_what_two_axes_split_in_one_dim_is_not_joined() -> None:
+    model = _Weights(lambda own, x: own.own(x))
+    model.own.weight = nn.Parameter(torch.randn(8, 12))
+    for acts in ({}, {"own": "... _"}):  # one after the other they would lie in another order
+        policy = sf.Policy(rules={"own.weight": "_ (2@cp f@tp)"}, acts=acts)
+        assert "differs over 'cp'" in _message(model, policy, torch.randn(4, 8), sf.MeshSpec(fsdp=1, tp=2, cp=2))
+
+
 @pytest.mark.parametrize(
     ("fn", "why", "sizes"),
     [
