@@ -97,6 +97,7 @@ FEATURES |= {"conv.*": "f@tp ...", "norm.*": "f@tp"}
 OWN, CONV, NORM = {"acts": {"own": "... _"}}, {"acts": {"conv": "b f ..."}}, {"norm": "b f ..."}
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize(
     ("fn", "change"),
     [
