@@ -198,14 +198,6 @@ def _linear(layer: Layer) -> Forward:
         w, bias = weight_now(layout.name), layer.local("bias")
         w = w if out == 0 else w.t()  # [out/columns, in/rows]
         x = layer.own_part(x, {axis: parts[axis].at(x.dim() - 1) for axis in rows})
-        if x.shape[-1] != w.shape[1]:
-            why = f" over {', '.join(rows)}" if rows else ""
-            raise ShardError(
-                f"apply: {layer.name!r} got an input of {x.shape[-1]} features; rule '{layout.rule}' leaves "
-                f"{w.shape[1]} of {layout.shape[1 - out]} here{why}. The layer that produces it must be split alike: "
-                "use the same name and axis in its rule, and sizes taken from the tensors, not from the configuration, "
-                "in between. Or it gathers what it leaves: Policy(acts={its path: '... f'})."
-            )
         y = layer.total(F.linear(layer.entered(x, columns), w, None if rows else bias), rows)
         if rows and bias is not None:
             y = y + bias  # after the sum, or it would count once a rank

@@ -333,7 +333,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "two column-parallel linears": Mistake(
         lambda mesh: _step_on(mesh, {"0.weight": "f@tp c", "2.weight": "c@tp f"}),
-        r"Policy\(acts=\{its path: '\.\.\. f'\}\)",
+        r"Write policy \| sf\.Policy\(acts=\{'0': '\.\.\. f'\}\)",
         lambda mesh: _step_on(mesh, {"0.weight": "f@tp c", "2.weight": "c@tp f"}, acts={"0": "... f"}),
     ),
     "gradients before parameters": Mistake(
