@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardfn._torch import padding_widths
 from shardfn.binding import Forward, weight_now
-from shardfn.layout import BIAS_DIM, Part, Plan, class_of, even, is_in
+from shardfn.layout import Part, Plan, class_of, even, is_in
 from shardfn.notation import ShardError
 from shardfn.parallel.compute_axes import ComputeAxes
 from shardfn.parallel.linears import FORWARDS, Layer, custom_forward, splits

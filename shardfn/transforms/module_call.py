@@ -90,7 +90,8 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply: expected an nn.Module, got {type(model).__name__}; write apply(model, params, x)")
     if not isinstance(params, Params):
-        hint = "; parts of trees are joined by a | b, {**a, **b} is a dict" if isinstance(params, Mapping) else ""
+        mapped = ". For a dict made of trees: a | b joins them, sf.tree.map(lambda p, g: p - lr * g, a, b) computes"
+        hint = mapped if isinstance(params, Mapping) else ""
         made = f"write params = sf.shard(model, mesh, policy){hint}"
         raise TypeError(f"apply: expected the tree that shard() makes, got {type(params).__name__}; {made}")
     note_tree(params)

@@ -313,7 +313,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a loss with something beside it": Mistake(
         lambda mesh: _step(mesh, lambda model: lambda params, x: (sf.apply(model, params, x).mean(), 1)),
-        r"or \(loss, aux\) with has_aux=True",
+        r"or, for value_and_grad\(has_aux=True\), \(loss, aux\)",
         lambda mesh: _step(mesh, lambda model: lambda params, x: (sf.apply(model, params, x).mean(), 1), has_aux=True),
     ),
     "torch.compile around apply": Mistake(
