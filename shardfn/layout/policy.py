@@ -213,7 +213,7 @@ def _check_dtypes(settings: Mapping[str, Any]) -> None:
     for name in _DTYPES:
         dtype = settings.get(name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"Policy({name}=...) takes a floating torch.dtype, not {dtype!r}")
+            raise TypeError(f"Policy({name}=...) takes a floating torch.dtype, as torch.bfloat16 is, not {dtype!r}")
 
 
 def _checked_regather(regather: Any) -> bool | int:

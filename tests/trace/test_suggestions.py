@@ -87,6 +87,7 @@ class _Weights(nn.Module):
         super().__init__()
         self.fn, self.weight, self.own, self.up = fn, nn.Parameter(torch.randn(8, 6)), _OwnUp(), nn.Linear(8, 6)
         self.conv, self.norm, self.head = nn.Conv1d(8, 6, 3, padding=1), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.layer_norm = nn.LayerNorm(6)
 
     def forward(self, x: Tensor) -> Any:
         return self.fn(self, x)
@@ -107,6 +108,7 @@ OWN, CONV, NORM = {"acts": {"own": "... _"}}, {"acts": {"conv": "b f ..."}}, {"n
         (lambda own, x: own.head(own.own(x)), OWN),
         (lambda own, x: own.own(x).flatten(), OWN),
         (lambda own, x: x @ own.weight.softmax(1), {"rules": {"weight": "_ f"}}),
+        (lambda own, x: own.layer_norm(x @ own.weight), {"rules": {"weight": "_ f"}}),
         (lambda own, x: x @ own.weight / own.weight.shape[1] ** 0.5, {"rules": {"weight": "_ f"}}),
         (
             lambda own, x: F.linear(x, own.up.weight / own.up.weight.norm()),
