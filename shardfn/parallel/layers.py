@@ -114,7 +114,6 @@ def _norm(normed: Norm, layer: Layer) -> Forward:
     def forward(module: Any, x: Tensor) -> Tensor:
         w, bias = weight_now(layer.layout("weight").name), layer.local("bias")
         x = layer.own_part(x, {axis: part.at(1) for axis, part in parts.items()})
-        layer.check_channels(x, 1, w.shape[0])
         return layer.made(normed(layer, module, parts, x, w, bias), list(parts), 1, parts)
 
     return forward

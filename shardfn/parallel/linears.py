@@ -115,16 +115,6 @@ class Layer:
         cls = self.module.classes[0].rpartition(".")[2]
         return ShardError(f"apply: {cls} {self.name!r} is split by {rule}: {why}")
 
-    def check_channels(self, x: Tensor, dim: int, have: int) -> None:
-        """Whether x has the channels that this rank's weights are for.
-
-        Raises:
-            ShardError: it has others.
-        """
-        if x.shape[dim] != have:
-            why = f"it got {x.shape[dim]} channels, and {have} are this rank's. Split the layer that"
-            raise self.refuse(f"{why} produces them alike, with the same name and axis in its rule")
-
 
 _Value = TypeVar("_Value")
 
