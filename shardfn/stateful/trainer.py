@@ -429,10 +429,10 @@ class Trainer(nn.Module):
 
 def _require_flags(params: Params) -> None:
     """Refuse to train what was frozen, or not what was thawed."""
-    planned = {name: layout.trainable for name, (layout, _) in params.plan.leaves.items()}
-    if planned != (now := {name: leaf.requires_grad for name, leaf in params.items()}):
-        name = next(name for name in now if now[name] != planned[name])
-        what = "frozen" if planned[name] else "no longer frozen"
+    planned = [layout.trainable for layout, _ in params.plan.leaves.values()]
+    if planned != (now := [leaf.requires_grad for leaf in params.values()]):
+        name, flag = next((n, flag) for n, flag, other in zip(params, now, planned, strict=True) if flag != other)
+        what = "no longer frozen" if flag else "frozen"
         why = f"Trainer.step: '{name}' is {what} since the model was sharded. Call requires_grad_ before Trainer(...),"
         raise ShardError(f"{why} or train by trainer(x), loss.backward() and a torch optimizer, which go by it")
 
