@@ -58,7 +58,8 @@ class Policy:
         sizes: sizes of names that cannot be inferred from the shapes.
         batch: mesh axes (or patterns of them) that split the batch: the data axes. Weights never shard over
             `replicate`, `dp_replicate` and `*_replicate`.
-        acts: module pattern -> layout of its output. `{"head": "b s vocab@tp"}` keeps logits sharded, as a `DTensor`.
+        acts: module pattern -> layout of its output. `{"head": "b s vocab@tp"}` keeps logits sharded, as a `DTensor`;
+            `{"block.up": "... _"}` gathers features, `{"conv": "b _ ..."}` channels, where what follows needs them all.
         units: modules gathered and freed together: `"auto"`, patterns, classes, or `callable(name, module) -> bool`. A
             mapping of patterns or classes gives units settings of their own: `regather`, `compute_dtype`,
             `reduce_dtype`, `output_dtype`, `cast_inputs`. `{"layers.*": {}, "layers.3": {"regather": False}}`: the last
