@@ -266,7 +266,7 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
     plan = tree.plan.with_reduction(reduce)
     trains = _trained(tree.plan)
     old = {n: x for n, x in tree.items() if isinstance(x, DTensor) and not (connects and x.requires_grad)}
-    if hooked := [name for name, x in old.items() if _torch.has_gradient_hooks(x)]:
+    if hooked := [n for n, x in old.items() if isinstance(x, nn.Parameter) and _torch.has_gradient_hooks(x)]:
         why = f"value_and_grad: {hooked[0]!r} has hooks for its gradient, which only loss.backward() would call"
         raise ShardError(f"{why}. Remove them, and map gradients: sf.tree.map(fn, grads)")
     new = dict(zip(old, _torch.fresh_leaves([*old.values()], [*map(trains.__contains__, old)]), strict=True))
