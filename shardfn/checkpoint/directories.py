@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardfn import _torch
 from shardfn._torch import dtensor_spec, pytree, unwrap_local, unwrap_locals, with_local, with_locals, wrap_local
 from shardfn.comm import buckets, flat_memory
 from shardfn.layout import Layout, chunk, grid_of
-from shardfn.notation import ShardError, raise_problems
+from shardfn.notation import ShardError, did_you_mean, raise_problems
 from shardfn.params import Params, initialize, is_tree, path_name, sharding
 
 STEP = "step-{:08d}"
@@ -141,17 +142,20 @@ def save(
 
     Raises:
         TypeError: a leaf that is neither a tensor nor a number.
-        ShardError: the mesh does not cover all ranks.
+        ShardError: the mesh does not cover all ranks; something else than a checkpoint is at that path.
 
     Communication: that of torch.distributed.checkpoint, and two barriers.
     """
     state, first = _flat_state(tree), _is_first(tree, mesh)
     target = Path(path)
     temporary = target.parent / f".writing-{target.name}"
+    problem = _in_the_way(target)
+    require_one_path("checkpoint.save", problem or str(target))
+    if problem:
+        raise ShardError(f"checkpoint.save: {problem}")
     if first:
         shutil.rmtree(temporary, ignore_errors=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-    require_one_path("checkpoint.save", str(target))
     mine = {name: value for name, value in state.items() if first or isinstance(value, DTensor)}
     state_dict_saver.save(mine, checkpoint_id=str(temporary))
     if first:
@@ -204,6 +208,8 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
 def _flat_state(tree: Any) -> dict[str, Tensor]:
     """One flat dict of tensors: `params.layers.0.wq.weight`, `optimizer.mu.layers.0...`, `step`."""
+    if _torch.has_no_memory():
+        raise ShardError("checkpoint: in sf.jit no values are known: return what is to be saved, and save it outside")
     state: dict[str, Tensor] = {}
     for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=is_tree)[0]:
         name = path_name(path)
@@ -246,7 +252,8 @@ def _require_same(path: str, metadata: Metadata, state: Mapping[str, Tensor], wh
     for name, tensor in state.items():
         have = metadata.state_dict_metadata.get(name)
         if not isinstance(have, TensorStorageMetadata):
-            problems.append(f"'{name}' is not in it")
+            hint = did_you_mean(name, metadata.state_dict_metadata.keys() - state.keys()) if not problems else ""
+            problems.append(f"'{name}' is not in it{hint}")
         elif tuple(have.size) != tuple(tensor.shape) or have.properties.dtype != tensor.dtype:
             found = f"{tuple(have.size)} {have.properties.dtype}"
             problems.append(f"'{name}' is {found}, wanted {tuple(tensor.shape)} {tensor.dtype}")
@@ -262,6 +269,17 @@ def _is_first(tree: Any, mesh: DeviceMesh | None) -> bool:
         why = f"the mesh has {mesh.size()} of {dist.get_world_size()} ranks"
         raise ShardError(f"checkpoint: {why}; all ranks must save and load together")
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _in_the_way(target: Path) -> str:
+    """What keeps a checkpoint from being written to a path: a file, or files that would be lost."""
+    above = next(path for path in target.absolute().parents if path.exists())
+    if not above.is_dir():
+        return f"'{above}' is a file; give a path below a directory"
+    empty = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    if empty or (target / ".metadata").is_file():
+        return ""
+    return f"'{target}' is no checkpoint, and would be replaced; give a new name, such as '{target / 'step-1'}'"
 
 
 def require_one_path(verb: str, path: str | None) -> None:

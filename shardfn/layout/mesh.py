@@ -128,8 +128,8 @@ def make_mesh(device_type: str | None = None, /, *unnamed: Any, **axes: int) -> 
     """
     if unnamed or not isinstance(device_type, str | None):
         raise TypeError(f"make_mesh: {unnamed or device_type!r}: each size has a name, as in make_mesh(fsdp=2, tp=2)")
-    if device_type == "cuda" and not torch.cuda.is_available():
-        raise ShardError("make_mesh('cuda'): torch sees no GPU here; write make_mesh('cpu', ...)")
+    if device_type not in (None, "cpu") and not torch.get_device_module(device_type).is_available():
+        raise ShardError(f"make_mesh({device_type!r}): torch sees none here; write make_mesh('cpu', ...)")
     sizes = _checked(axes, "make_mesh")
     device_type = device_type or default_device_type()
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

@@ -7,6 +7,7 @@ dtypes, ties and module kinds do.
 the caller's model is never changed, and an exception leaves nothing bound.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
@@ -340,12 +341,25 @@ def register(module_class: type[nn.Module]) -> Callable[[Forward], Forward]:
         raise TypeError(f"register: expected a class of nn.Module, got {module_class!r}")
 
     def keep(function: Forward) -> Forward:
-        if not callable(function):
-            raise TypeError(f"register: expected a function, got {function!r}")
+        require_forward("register", function)
         _REGISTERED[class_name(module_class)] = function
         return function
 
     return keep
+
+
+def require_forward(where: str, function: Any) -> None:
+    """Check that something can be called as a parallel forward is.
+
+    Raises:
+        TypeError: it cannot.
+    """
+    if not callable(function):
+        raise TypeError(f"{where}: expected a function, got {function!r}")
+    try:
+        inspect.signature(function).bind_partial(None, None, None)
+    except TypeError as error:
+        raise TypeError(f"{where}: it will be called as fn(module, local, layouts, *args): {error}") from None
 
 
 def registered(module: ModuleInfo) -> Callable[..., Any] | None:

@@ -223,6 +223,11 @@ class Tag:
         """The modules at which `Policy.acts` splits it."""
         return {source.removeprefix(BY_ACTS) for source in self.split_by if source.startswith(BY_ACTS)}
 
+    def can_join(self, axis: str) -> bool:
+        """Whether ranks have one piece each of a dim, in order, which no other axis splits."""
+        part, parts = self.parts[axis], self.parts.values()
+        return part.is_even and all(other is part or not other.split or other.dim != part.dim for other in parts)
+
     def whole_shape(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of the whole value, of which a rank has `shape`."""
         for axis, part in self.parts.items():

@@ -16,7 +16,7 @@ from shardfn.layout.layout import Layout, Leaf
 from shardfn.layout.mesh import Roles
 from shardfn.layout.model_info import ModelInfo, ModuleInfo, class_name
 from shardfn.layout.policy import Policy, first_match
-from shardfn.notation import ShardError, did_you_mean
+from shardfn.notation import ShardError, Spec, did_you_mean, parse
 
 # Or a function of the user's own, `reduce(flat, shard)`: of the gradients of a bucket as one flat tensor, part i for
 # rank i, it fills this rank's flat shard with what counts; where nothing is split, `reduce(flat, None)` works in place.
@@ -134,6 +134,11 @@ class Plan:
     def weight_of(self, module: ModuleInfo) -> Layout:
         """The layout of the weight of a module."""
         return self.layouts[dict(module.params)["weight"]]
+
+    def given_rule(self, layout: Layout) -> Spec:
+        """The rule of a parameter as the policy has it, or as it was decided, for all of its dims."""
+        pattern = first_match(self.policy.rules, layout.names)
+        return parse(str(layout.rule) if pattern is None else self.policy.rules[pattern]).expand(len(layout.shape))
 
     def compute_axes(self, layout: Layout, dim: int | None = None) -> list[str]:
         """The compute axes of several ranks by which a rule splits a parameter, or one of its dims; outermost first.

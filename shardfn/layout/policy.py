@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 
+from shardfn.layout.model_info import require_forward
 from shardfn.notation import ShardError, did_you_mean
 
 _ELSEWHERE = {  # what FSDP1 and FSDP2 call fields
@@ -57,7 +58,8 @@ class Policy:
         sizes: sizes of names that cannot be inferred from the shapes.
         batch: mesh axes (or patterns of them) that split the batch: the data axes. Weights never shard over
             `replicate`, `dp_replicate` and `*_replicate`.
-        acts: module pattern -> layout of its output. `{"head": "b s vocab@tp"}` keeps logits sharded, as a `DTensor`.
+        acts: module pattern -> layout of its output. `{"head": "b s vocab@tp"}` keeps logits sharded, as a `DTensor`;
+            `{"block.up": "... _"}` gathers features, `{"conv": "b _ ..."}` channels, where what follows needs them all.
         units: modules gathered and freed together: `"auto"`, patterns, classes, or `callable(name, module) -> bool`. A
             mapping of patterns or classes gives units settings of their own: `regather`, `compute_dtype`,
             `reduce_dtype`, `output_dtype`, `cast_inputs`. `{"layers.*": {}, "layers.3": {"regather": False}}`: the last
@@ -144,6 +146,12 @@ class Policy:
                 raise TypeError(f"{call}: attributes and factors are needed, as in {example}")
         object.__setattr__(self, "batch", (self.batch,) if isinstance(self.batch, str) else tuple(self.batch))
         object.__setattr__(self, "ignore", (self.ignore,) if isinstance(self.ignore, str) else tuple(self.ignore))
+        for pattern, function in self.compute.items():
+            require_forward(f"Policy(compute={{{pattern!r}: ...}})", function)
+        given = self.units if isinstance(self.units, Iterable) else [self.units]
+        if wrong := [type(unit).__name__ for unit in given if isinstance(unit, torch.nn.Module)]:
+            why = f"Policy(units=...): a unit is named by its path, as in 'layers.*', or by its class, {wrong[0]}"
+            raise TypeError(f"{why}; the module itself is none")
         if isinstance(self.units, Mapping):
             object.__setattr__(self, "units", {unit: unit_settings(given, unit) for unit, given in self.units.items()})
         _check_dtypes(vars(self))
@@ -206,7 +214,7 @@ def _check_dtypes(settings: Mapping[str, Any]) -> None:
     for name in _DTYPES:
         dtype = settings.get(name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"Policy({name}=...) takes a floating torch.dtype, not {dtype!r}")
+            raise TypeError(f"Policy({name}=...) takes a floating torch.dtype, as torch.bfloat16 is, not {dtype!r}")
 
 
 def _checked_regather(regather: Any) -> bool | int:

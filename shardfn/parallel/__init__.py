@@ -13,5 +13,5 @@ from shardfn.parallel import wiring
 from shardfn.parallel.amended_calls import Amendment, amend, arguments_of, may_run_again, place_of_call
 from shardfn.parallel.compute_axes import Adjustments, ComputeAxes, Step
 from shardfn.parallel.experts import Experts, identity_expert, or_without_data, tensor_parallel_experts
-from shardfn.parallel.linears import Layouts, kept_by_acts, others_forwards, weight_parts
+from shardfn.parallel.linears import Layouts, kept_by_acts, others_forwards, splits, weight_parts
 from shardfn.parallel.loss import SplitLogits, cross_entropy

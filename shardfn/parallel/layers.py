@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardfn._torch import padding_widths
 from shardfn.binding import Forward, weight_now
-from shardfn.layout import BIAS_DIM, Part, Plan, class_of, even, is_in
+from shardfn.layout import Part, Plan, class_of, even, is_in
 from shardfn.notation import ShardError
 from shardfn.parallel.compute_axes import ComputeAxes
 from shardfn.parallel.linears import FORWARDS, Layer, custom_forward, splits
@@ -53,7 +53,7 @@ def parallel_forwards(plan: Plan, axes: ComputeAxes) -> dict[str, Forward]:
 
 def _convolution(layer: Layer) -> Forward:
     """Column-parallel, row-parallel or group by group, by the axes on the out and in dims of the weight."""
-    layout, parts, out = layer.layout("weight"), layer.parts("weight"), BIAS_DIM[layer.module.kind]
+    layout, parts = layer.layout("weight"), layer.parts("weight")
     columns, rows = layer.sides()
     space = len(layout.shape) - 2
     odd = set(parts) - {*columns, *rows}
@@ -66,9 +66,7 @@ def _convolution(layer: Layer) -> Forward:
         x = layer.own_part(x, {axis: parts[axis].at(dim) for axis in rows})
         if groups > 1:
             x, groups = layer.own_part(x, _grouped(layer, module, columns, rows, dim)), groups // layer.ways(columns)
-            layer.check_channels(x, dim, groups * w.shape[1])
         else:
-            layer.check_channels(x, dim, w.shape[1 - out])
             x = layer.entered(x, columns)
         y = _convolved(module, x, w, None if rows else bias, groups, space)
         y = layer.total(y, rows)
@@ -116,7 +114,6 @@ def _norm(normed: Norm, layer: Layer) -> Forward:
     def forward(module: Any, x: Tensor) -> Tensor:
         w, bias = weight_now(layer.layout("weight").name), layer.local("bias")
         x = layer.own_part(x, {axis: part.at(1) for axis, part in parts.items()})
-        layer.check_channels(x, 1, w.shape[0])
         return layer.made(normed(layer, module, parts, x, w, bias), list(parts), 1, parts)
 
     return forward

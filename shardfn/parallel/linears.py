@@ -115,16 +115,6 @@ class Layer:
         cls = self.module.classes[0].rpartition(".")[2]
         return ShardError(f"apply: {cls} {self.name!r} is split by {rule}: {why}")
 
-    def check_channels(self, x: Tensor, dim: int, have: int) -> None:
-        """Whether x has the channels that this rank's weights are for.
-
-        Raises:
-            ShardError: it has others.
-        """
-        if x.shape[dim] != have:
-            why = f"it got {x.shape[dim]} channels, and {have} are this rank's. Split the layer that"
-            raise self.refuse(f"{why} produces them alike, with the same name and axis in its rule")
-
 
 _Value = TypeVar("_Value")
 
@@ -198,14 +188,6 @@ def _linear(layer: Layer) -> Forward:
         w, bias = weight_now(layout.name), layer.local("bias")
         w = w if out == 0 else w.t()  # [out/columns, in/rows]
         x = layer.own_part(x, {axis: parts[axis].at(x.dim() - 1) for axis in rows})
-        if x.shape[-1] != w.shape[1]:
-            why = f" over {', '.join(rows)}" if rows else ""
-            raise ShardError(
-                f"apply: {layer.name!r} got an input of {x.shape[-1]} features; rule '{layout.rule}' leaves "
-                f"{w.shape[1]} of {layout.shape[1 - out]} here{why}. The layer that produces it must be split alike: "
-                "use the same name and axis in its rule, and sizes taken from the tensors, not from the configuration, "
-                "in between. Or it gathers what it leaves: Policy(acts={its path: '... f'})."
-            )
         y = layer.total(F.linear(layer.entered(x, columns), w, None if rows else bias), rows)
         if rows and bias is not None:
             y = y + bias  # after the sum, or it would count once a rank
@@ -224,7 +206,7 @@ def kept_by_acts(plan: Plan) -> set[str]:
     """
     names = set()
     for module in plan.info.modules:
-        if not (last := _asked_of(plan, module)):
+        if module.kind not in OUT_DIM or not (last := _asked_of(plan, module)):
             continue
         layout = plan.weight_of(module)
         if not (columns := plan.compute_axes(layout, OUT_DIM[module.kind])):
@@ -256,12 +238,12 @@ def _padded_logits(plan: Plan, module: str, layout: Layout, axis: str) -> str:
 
 
 def _asked_of(plan: Plan, module: ModuleInfo) -> tuple[str, ...] | None:
-    """The axes that `Policy.acts` wants to split the features of a linear's output; None without an entry about it."""
-    if module.name not in plan.acts or module.kind not in OUT_DIM:
+    """The axes that `Policy.acts` wants to split the features of a module's output; None without an entry about it."""
+    if module.name not in plan.acts or module.kind not in BIAS_DIM:
         return None
-    dims = parse(plan.policy.acts[plan.acts[module.name]]).dims
-    last = dims[-1].factors[-1].axes if dims and dims[-1].factors else ()
-    return tuple(axis for axis in last if plan.axes[axis] > 1)
+    features = slice(-1, None) if module.kind in OUT_DIM else slice(1, 2)
+    dims = parse(plan.policy.acts[plan.acts[module.name]]).dims[features]
+    return tuple(axis for dim in dims for f in dim.factors[-1:] for axis in f.axes if plan.axes[axis] > 1)
 
 
 class _Lookups(TorchFunctionMode):

@@ -238,6 +238,8 @@ def advice_on(plan_: Plan, buffers: Mapping[str, Tensor], error: Exception) -> s
     """What to write when a forward fails with words of torch that name another cause; empty if it is none of those."""
     if "saved tensor hooks" in str(error):
         return AROUND
+    if "is not an nn.Parameter" in str(error):
+        return "In a forward weights are tensors: write self.up.weight for self.get_parameter('up.weight')."
     low = plan_.policy.compute_dtype
     names = [name for name, x in buffers.items() if x.is_floating_point() and x.dtype != low]
     if low is None or "dtype" not in str(error) or not names:
@@ -299,6 +301,13 @@ def boundaries(plan: Plan) -> dict[str, str]:
         if any(split[:-1]):
             entries[module.name] = rule
     return entries
+
+
+def made_whole(plan: Plan) -> set[str]:
+    """The modules of a user's own whose outputs an entry of `Policy.acts` wants whole."""
+    rules = {m.name: parse(plan.policy.acts[plan.acts[m.name]]) for m in plan.info.modules if m.name in plan.acts}
+    kinds = {m.name: m.kind for m in plan.info.modules}
+    return {name for name, rule in rules.items() if kinds[name] == "other" and not any(f.axes for f in rule.factors)}
 
 
 def ranks_of_acts(plan: Plan) -> int:

@@ -43,11 +43,11 @@ class Origin(NamedTuple):
         for name, x in named_parameters(self.model).items() if isinstance(self.model, nn.Module) else ():
             if has_gradient_hooks(x) and not isinstance(x, DTensor):
                 why = f"shard: '{name}' has hooks for its gradient, which its shards would be without"
-                raise ShardError(f"{why}. Register them after it is sharded, or map gradients: sf.tree.map(fn, grads)")
+                raise ShardError(f"{why}. Register them later, for backward(), or map gradients, by sf.tree.map")
         if alike and self.src is None:
             for name, x in (named_parameters(self.model) | buffers).items():
                 if name not in held and not isinstance(x, DTensor) and not x.is_meta:
-                    lines.append(f"{VALUES} '{name}' {_sampled(x)}")
+                    lines.append(f"{VALUES} '{name}' {sampled(x)}")
         return lines
 
 
@@ -180,7 +180,7 @@ def _require_values(origin: Origin, plan_: Plan) -> None:
     raise ShardError(f"shard: {why}")
 
 
-def _sampled(tensor: Tensor) -> str:
+def sampled(tensor: Tensor) -> str:
     """A hash of some elements: tells apart models that were made from different seeds, without reading all of them."""
     digests = []
     for values in values_of(tensor.detach()):

@@ -182,7 +182,7 @@ def _is_idle(leaf: Tensor) -> bool:
 
 
 def _no_message() -> ShardError:
-    instead = "Write x = x.full_tensor() instead, which is of all ranks; or send this rank's part, x.to_local()"
+    instead = "Write x = x.full_tensor() instead, which is of all ranks; or leave it out, where that is reduced already"
     ddp = "DistributedDataParallel goes: value_and_grad and a Trainer reduce gradients themselves"
     return ShardError(f"torch.distributed sends plain tensors, and this is a DTensor. {instead}. {ddp}")
 
@@ -475,6 +475,8 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     >>> sf.tree.cast({"a": torch.ones(2)}, torch.float64)["a"].dtype
     torch.float64
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"tree.cast: {dtype!r} is no dtype, as torch.bfloat16 is")
     return map_local(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
@@ -495,6 +497,8 @@ def ema(average: Any, new: Any, decay: float) -> Any:
     >>> sf.tree.ema({"a": torch.zeros(2)}, {"a": torch.ones(2)}, decay=0.75)
     {'a': tensor([0.2500, 0.2500])}
     """
+    if not 0 <= decay <= 1:
+        raise ValueError(f"tree.ema: decay={decay!r} is not from 0 to 1")
     return lerp(average, new, 1 - decay)
 
 

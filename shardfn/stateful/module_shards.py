@@ -80,7 +80,7 @@ class ModuleShards:
         `reduction` is what a backward does with its gradients, and `holds_back` says of a unit, when its gradients
         come, whether they stay unreduced.
         """
-        params = Params(self.leaves(), self.plan.with_reduction(reduction), self.mesh, self._buffers_now())
+        params = Params(self.leaves(), self.plan.with_reduction(reduction), self.mesh, self.buffers_now())
         params.holds_back = holds_back
         return params
 
@@ -114,7 +114,7 @@ class ModuleShards:
     def begin(self, model: nn.Module, params: Params) -> None:
         """A call begins, with the buffers of a tree."""
         if params.buffers is not self._of_modules:
-            self.keep_buffers(model, params)
+            self.keep_buffers(model, params.buffers)
 
     def end(self, model: nn.Module, params: Params) -> None:
         """It is over.
@@ -123,12 +123,13 @@ class ModuleShards:
             ShardError: the forward has added parameters.
         """
         if params.buffers is not self._of_modules:
-            params.buffers.update(self._buffers_now())
+            params.buffers.update(self.buffers_now())
         for name, p in () if self._has_structure else model.named_parameters():
             if not isinstance(p, DTensor) and name not in self.plan.info.ignored:
                 raise _added(f"'{name}' was added by a forward")
 
-    def _buffers_now(self) -> dict[str, Tensor]:
+    def buffers_now(self) -> dict[str, Tensor]:
+        """By name, the buffers that the modules have."""
         return {path + key: x for path, table in self._buffers if table for key, x in table.items() if x is not None}
 
     def _params_of_whole(self, model: nn.Module) -> Params:
@@ -139,10 +140,10 @@ class ModuleShards:
         params.buffers = tree.buffers
         return params
 
-    def keep_buffers(self, model: nn.Module, params: Params) -> None:
+    def keep_buffers(self, model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
         """What a forward assigned to buffers stays: the tree that it ran with is gone after the call."""
-        now = self._buffers_now()
-        for name, value in params.buffers.items():
+        now = self.buffers_now()
+        for name, value in buffers.items():
             if now.get(name) is not value:
                 owner, _, key = name.rpartition(".")
                 buffers_of(submodule(model, owner))[key] = value
@@ -216,8 +217,13 @@ def install(model: nn.Module, params: Params) -> ModuleShards:
             table.update(shards if key == attribute else {key: value})
     _refresh_flat_weights(model)
     held = ModuleShards(model, params.plan, params.mesh)
-    held.keep_buffers(model, params)
+    own = held.buffers_now()  # those that have these values stay: a list may hold them, too
+    held.keep_buffers(model, {name: x for name, x in params.buffers.items() if not _are_alike(own.get(name), x)})
     return held
+
+
+def _are_alike(x: Tensor | None, y: Tensor) -> bool:
+    return x is not None and not x.is_meta and (x.dtype, x.device) == (y.dtype, y.device) and torch.equal(x, y)
 
 
 def taken_over(model: nn.Module, mesh: DeviceMesh, policy: Policy | Plan, params: Params) -> Params:

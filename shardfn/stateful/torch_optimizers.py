@@ -38,7 +38,7 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for trainer, driver in list(DRIVERS.items()):
         if driver is None or driver() is None:  # or it is gone
             ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if any(id(leaf) in ids for leaf in trainer.params.values()):
+            if any(id(leaf) in ids for leaf in trainer.parameters()):
                 driver = DRIVERS[trainer] = weakref.ref(optimizer)
         if driver is not None and driver() is optimizer:
             trainer.steps += 1

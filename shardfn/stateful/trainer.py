@@ -5,7 +5,7 @@ It adds no numerics: `step` is `value_and_grad`, `clip` and the optimizer's `ste
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import product
 from math import prod
@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from shardfn import optim
 from shardfn._torch import IncompatibleKeys, buffers_of, children_of, parameters_of, pytree, set_tables, unwrap_local
 from shardfn.checkpoint import directories
+from shardfn.comm import agree, failing_together
 from shardfn.context import having
 from shardfn.layout import Plan, Policy, make_mesh, planning
 from shardfn.notation import ShardError
-from shardfn.params import Mean, Params, map_local, sharding
+from shardfn.params import Mean, Params, initialize, map_local, sharding
 from shardfn.stateful.extra_state import OTHERS, load_into, memory_for, to_save
 from shardfn.stateful.module_shards import adopt, install, taken_over, whole_in_place
 from shardfn.stateful.torch_optimizers import DRIVERS, refuse_held_back
@@ -92,6 +93,9 @@ class Trainer(nn.Module):
     ) -> None:
         super().__init__()
         _check_settings(model, optimizer, accumulate, clip, ema, scaler)
+        self.callbacks = list(callbacks if isinstance(callbacks, Iterable) else [callbacks])
+        if odd := [callback for callback in self.callbacks if not callable(callback)]:
+            raise TypeError(f"Trainer(callbacks=[{odd[0]!r}]): a function of the trainer and what its step returns")
         if params is None:
             mesh = mesh if mesh is not None else make_mesh(fsdp=-1)
             params = sharding.shard(model, mesh, _compiling(policy, compile), init=init, src=src)
@@ -107,7 +111,6 @@ class Trainer(nn.Module):
         self.optimizer, self.loss_fn = optimizer, loss_fn
         self.accumulate, self.clip, self.ema_decay = accumulate, clip, ema
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.callbacks = list(callbacks)
         self.steps = 0
         self._syncs = True
         # The trainer shares the model's tables of children, parameters and buffers, so that names carry no prefix.
@@ -163,15 +166,17 @@ class Trainer(nn.Module):
             the last tensor of the batch, summed over data ranks; with a scaler `scale`, by which this loss was scaled.
 
         Raises:
-            ShardError: no optimizer or loss_fn; a batch that does not divide into `accumulate` parts.
+            ShardError: no optimizer or loss_fn; a batch that does not divide into `accumulate` parts; a parameter that
+                was frozen, or is no longer, since the model was sharded.
         """
         optimizer = self._require("optimizer", self.optimizer)
         params = self.params
+        _require_flags(params)
         self._held.lend(params)
         parts = _microbatches(batch, self.accumulate)
         with having(self, _differentiates=True), torch.no_grad():  # nobody differentiates the gradients
             loss, grads = self._loss_and_grads(params, parts)
-        self._held.keep_buffers(self.module, params)
+        self._held.keep_buffers(self.module, params.buffers)
         out = {"loss": loss, "grad_norm": None, "tokens": self._tokens(batch)}
         if self.scaler is not None:
             out["scale"] = self.scaler.get_scale()
@@ -308,7 +313,29 @@ class Trainer(nn.Module):
             assign: not supported, the parameters stay the same objects.
 
         Raises:
-            ShardError: with `strict`, the names that do not fit; shapes that do not fit.
+            ShardError: with `strict`, the names that do not fit; shapes that do not fit; on every rank. Ranks that give
+                other values.
+
+        Communication: two small exchanges over the mesh.
+        """
+        with failing_together(self.mesh, "Trainer.load_state_dict"):
+            state_dict, found = self._checked(state_dict, strict, assign)
+        whole = ((n, x) for n, x in state_dict.items() if n in self.plan.canonical and not isinstance(x, DTensor))
+        facts = [f"'{name}' in the state dict with values {initialize.sampled(x)}" for name, x in whole]
+        agree(self.mesh, self.plan, facts, "Trainer.load_state_dict")
+        self._held.copy_in(directories.from_state_dict(self.params, state_dict))
+        for name, buffer in self.module.named_buffers(remove_duplicate=False):
+            if name in state_dict:
+                buffer.copy_(state_dict[name])
+        return found
+
+    def _checked(
+        self, state_dict: Mapping[str, Any], strict: bool, assign: bool
+    ) -> tuple[Mapping[str, Any], IncompatibleKeys]:
+        """A state dict by the model's names, and those that are missing and unexpected.
+
+        Raises:
+            ShardError: it does not fit.
         """
         if assign:
             raise ShardError("Trainer.load_state_dict: assign=True would replace the shards; leave it out")
@@ -333,10 +360,7 @@ class Trainer(nn.Module):
             _require_shape(f"'{layout.name}'", value, layout.shape)
         for name in buffers.keys() & state_dict.keys():
             _require_shape(f"buffer '{name}'", state_dict[name], tuple(buffers[name].shape))
-        self._held.copy_in(directories.from_state_dict(self.params, state_dict))
-        for name in buffers.keys() & state_dict.keys():
-            buffers[name].copy_(state_dict[name])
-        return IncompatibleKeys(missing, unexpected)
+        return state_dict, IncompatibleKeys(missing, unexpected)
 
     def train(self, mode: bool = True) -> "Trainer":
         """Training mode of the trainer and the module."""
@@ -403,6 +427,16 @@ class Trainer(nn.Module):
                 unwrap_local(average).lerp_(unwrap_local(params[name]).detach(), 1 - self.ema_decay)
 
 
+def _require_flags(params: Params) -> None:
+    """Refuse to train what was frozen, or not what was thawed."""
+    planned = [layout.trainable for layout, _ in params.plan.leaves.values()]
+    if planned != (now := [leaf.requires_grad for leaf in params.values()]):
+        name, flag = next((n, flag) for n, flag, other in zip(params, now, planned, strict=True) if flag != other)
+        what = "no longer frozen" if flag else "frozen"
+        why = f"Trainer.step: '{name}' is {what} since the model was sharded. Call requires_grad_ before Trainer(...),"
+        raise ShardError(f"{why} or train by trainer(x), loss.backward() and a torch optimizer, which go by it")
+
+
 def _compiling(policy: Policy | Plan | None, compile: bool | Mapping[str, Any]) -> Policy | Plan:
     """The policy, with the wish to compile in it."""
     if not compile:
@@ -434,8 +468,10 @@ def _check_settings(model: Any, optimizer: Any, accumulate: Any, clip: Any, ema:
     if not isinstance(model, nn.Module):
         raise TypeError(f"Trainer: expected an nn.Module, got {type(model).__name__}")
     if optimizer is not None and not isinstance(optimizer, optim.Optimizer):
-        name = getattr(optimizer, "__name__", type(optimizer).__name__)
-        why = f"Trainer(optimizer={name}): expected one of sf.optim, such as sf.optim.from_torch({name}, lr=1e-3)"
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        write = f"from_torch({kind.__name__}, lr=1e-3)" if issubclass(kind, torch.optim.Optimizer) else "adamw(1e-3)"
+        name = getattr(optimizer, "__name__", kind.__name__)
+        why = f"Trainer(optimizer={name}): expected one of sf.optim, such as sf.optim.{write}"
         raise TypeError(f"{why}; or leave it out and give trainer.parameters() to a torch optimizer")
     for name, value in (("clip", clip), ("ema", ema)):
         if value is not None and not isinstance(value, int | float):

@@ -91,7 +91,9 @@ class PairedFunctionMode(TorchFunctionMode):
         try:
             with having(self._sides, in_torch=True):
                 return call, self._done(func, *call)
-        except SizesDiffer:
+        except (SizesDiffer, RuntimeError) as error:
+            if SizesDiffer.__name__ not in f"{type(error)} {error}":  # which unflatten raises in words
+                raise
             return call, self._apart(func, *call)
 
     def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -264,16 +266,10 @@ def values_left(numbers: ValueNumbers, tree: Any) -> Iterator[Any]:
             yield type(leaf), repr(of_side(leaf, "rank")) if isinstance(leaf, _PLAIN) else None
 
 
-def _is_even_part(tag: Tag, axis: str) -> bool:
-    """Whether ranks have one piece each of a dim, in order, so that these can be joined."""
-    part, parts = tag.parts[axis], tag.parts.values()
-    return part.is_even and all(other is part or not other.split or other.dim != part.dim for other in parts)
-
-
 def _check_output(run: Interpreter, x: Tensor, axis: str, at: int | None = None, kept: Collection[str] = ()) -> None:
     tag, shape, whole = run.tag(x), tuple(local_of(x).shape), tuple(whole_of(x).shape)
     part, asked = tag.parts[axis], bool(tag.split_by) and tag.split_by <= set(kept)
-    fits = _is_even_part(tag, axis) and tag.whole_shape(shape, run.sizes) == whole
+    fits = tag.can_join(axis) and tag.whole_shape(shape, run.sizes) == whole
     if asked and part.is_even and at is not None:
         run.found |= Adjustments(kept={(at, axis, part.dim)})
     elif asked:
@@ -282,7 +278,7 @@ def _check_output(run: Interpreter, x: Tensor, axis: str, at: int | None = None,
         why = f"it leaves the forward in {_OBJECT}" if part.is_even else why
         what = f"{modules}: Policy.acts leaves its output split over '{axis}', and {why}"
         run.problems.append(Problem(what, "acts", tag.split_by))
-    elif tag.split_by and fits and at is not None:
+    elif fits and at is not None:
         run.found |= Adjustments(joined={(at, axis, part.dim)})
     elif tag.by_acts:
         run.found |= Adjustments(whole=tag.by_acts)

@@ -37,10 +37,10 @@ from shardfn.context import having, holding
 from shardfn.trace.meta_values import leaves_of
 
 _Function = Callable[..., Any]
-_OF_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-_OF_ONE = ("neg", "pos", "abs", "lt", "le", "gt", "ge", "eq", "ne")  # or comparisons
-_COMPUTING: dict[str, _Function] = {f"__{name}__": getattr(operator, name) for name in (*_OF_TWO, *_OF_ONE)}
-_COMPUTING |= {f"__r{name}__": lambda a, b, name=name: getattr(operator, name)(b, a) for name in _OF_TWO}
+_OF_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_OF_ONE = ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne")  # or comparisons
+_COMPUTING: dict[str, _Function] = {f"__{name}__": getattr(operator, f"__{name}__") for name in (*_OF_TWO, *_OF_ONE)}
+_COMPUTING |= {f"__r{name}__": lambda a, b, name=name: _COMPUTING[f"__{name}__"](b, a) for name in _OF_TWO}
 _COMPUTING |= {f"__{function.__name__}__": function for function in (round, math.trunc, math.floor, math.ceil)}
 _CONVERTING = (bool, int, float, complex, operator.index, repr, str, format)
 

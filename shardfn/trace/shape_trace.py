@@ -128,7 +128,7 @@ class ShapeTrace:
 
     def _change(self, failure: Failure, kept: Policy, tries: int = 0) -> Policy | None:
         """The change of the policy, besides one that is kept, with which the forward runs to its end; by trying."""
-        for number, change in enumerate(changes(self.plan, failure), tries + 1):
+        for number, change in zip(range(tries + 1, _TRIES), changes(self.plan, failure), strict=False):
             with suppress(ShardError):
                 policy = replace(self.plan.policy, ignore=()) | kept | change
                 other = replace(layout.decide(self.plan.info, self.plan.axes, policy), policy=policy)
@@ -139,7 +139,7 @@ class ShapeTrace:
                 except Unserved as later:
                     if later.failure.where == failure.where:
                         continue
-                    return self._change(later.failure, kept | change, number) if number < _TRIES else None
+                    return self._change(later.failure, kept | change, number)
                 return kept | change
         return None
 

@@ -6,11 +6,12 @@ when none helps depends on the kind of the problem.
 
 import re
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
-from shardfn.layout import MAPPINGS, OUT_DIM, FailedOperation, Plan, Policy, Problem, first_match, is_in, starred
-from shardfn.notation import ShardError, parse
-from shardfn.parallel import wiring
+from shardfn.layout import BIAS_DIM, MAPPINGS, FailedOperation, Plan, Policy, Problem, first_match, is_in, starred
+from shardfn.notation import ShardError
+from shardfn.parallel import splits, wiring
 
 _PARALLEL = "give the module a parallel forward: Policy(compute={path: fn}), or @sf.register for its class."
 _SIZES = (
@@ -22,7 +23,7 @@ _SIZES = (
 _ADVICE = {
     "gradient": "Split both sides alike in the rules, or write sf.collectives.pvary(x, mesh, axis) on the shared "
     f"value; or {_PARALLEL}",
-    "whole": "Gather what is split before that, by Policy(acts={path: '... _'}) at the linear that splits it, or leave "
+    "whole": "Gather what is split before that, by Policy(acts={path: '... _'}) at the module that splits it, or leave "
     f"the axis out of the rules of its weights; or {_PARALLEL}",
     "sizes": f"{_SIZES[0].upper()}{_SIZES[1:]}{_PARALLEL}",
     "pads": "Pad what belongs together alike: Policy(pad={'heads': ..., 'kv': ...}) in the ratio that they have.",
@@ -138,8 +139,9 @@ def said(change: Policy, plan: Plan, failure: Failure) -> str:
     fields = ", ".join(f"{name}={getattr(change, name)!r}" for name in MAPPINGS if name in change.given)
     drops = any("@" in plan.policy.acts.get(pattern, "") for pattern in change.acts)
     loss = ", or compute the loss outside of the model, by sf.cross_entropy(logits, targets)" if drops else ""
-    sizes = f"\nOr {_SIZES}{_PARALLEL}" if failure.raised or any(p.kind == "sizes" for p in failure.problems) else ""
-    return f"Write policy | sf.Policy({fields}), with which this run goes to its end{loss}.{sizes}"
+    more = f"\n{advice(failure)}" if failure.raised else f" Or {_PARALLEL}" if change.rules else ""
+    more = f"\nOr {_SIZES}{_PARALLEL}" if any(p.kind == "sizes" for p in failure.problems) else more
+    return f"Write policy | sf.Policy({fields}), with which this run goes to its end{loss}.{more}"
 
 
 def changes(plan: Plan, failure: Failure) -> Iterator[Policy]:
@@ -151,21 +153,35 @@ def changes(plan: Plan, failure: Failure) -> Iterator[Policy]:
     yield from _gathered(plan, {name for problem in asked for name in problem.sources})
     loops = [problem.at for problem in asked if problem.kind == "sizes" and not problem.sources]
     yield from _gathered(plan, {x.name for x in plan.info.modules if any(is_in(x.name, path) for path in loops)})
+    yield from _gathered(plan, {x.name for x in plan.info.modules if x.name and x.kind == "other" and splits(plan, x)})
+    paths = {failure.path} if failure.raised else {p.at for p in asked if p.kind in ("whole", "sizes")}
+    paths |= {path.rpartition(".")[0] for path in paths}
+    yield from _whole(plan, [[one] for x in plan.info.modules if x.name in paths for one in x.params])
+    yield from _whole(plan, [x.params for x in plan.info.modules if x.name and x.name.rpartition(".")[0] in paths])
+
+
+def _whole(plan: Plan, groups: Sequence[Sequence[tuple[str, str]]]) -> Iterator[Policy]:
+    """Parameters that every rank computes with whole: a group of them, or all."""
+    for group in (*groups, [*chain(*groups)]):
+        split = [layout for _, name in group if plan.compute_axes(layout := plan.layouts[name])]
+        if split:
+            yield Policy(rules={starred(x.name): str(plan.given_rule(x).without(plan.roles.compute)) for x in split})
 
 
 def _gathered(plan: Plan, names: Collection[str]) -> Iterator[Policy]:
-    """Outputs of column-parallel linears, whole."""
+    """Outputs of column-parallel modules, whole."""
     acts = {}
     for name in sorted(names):
         module = plan.info.module(name)
-        if module is not None and module.kind in OUT_DIM:
+        entry = first_match(plan.policy.acts, [name]) or starred(name)
+        if module is not None and module.kind == "other" and splits(plan, module):
+            acts[entry] = "... _"
+        elif module is not None and module.kind in BIAS_DIM:
             layout = plan.weight_of(module)
-            pattern = first_match(plan.policy.rules, layout.names)
-            rule = plan.policy.rules[pattern] if pattern is not None else str(layout.rule)  # as it was given
-            factors = parse(rule).expand(2).without(plan.roles.data).dims[OUT_DIM[module.kind]].factors
+            factors = plan.given_rule(layout).without(plan.roles.data).dims[BIAS_DIM[module.kind]].factors
             if not any(factor.axes for factor in factors):
                 continue
             last = factors[0].name if len(factors) == 1 else "_"
-            acts[first_match(plan.policy.acts, [name]) or starred(name)] = f"... {last}"
+            acts[entry] = f"... {last}" if "linear" in module.kind else f"b {last} ..."
     if acts:
         yield Policy(acts=acts)

@@ -171,7 +171,7 @@ class StepFinder:
     def __init__(self, plan: Plan, run: Interpreter, axes: TracedAxes, adjust: Adjustments, several: bool) -> None:
         """`several`: whether more inputs of a module in acts than its first one may be split."""
         self._plan, self._run, self._axes, self._adjust, self._several = (plan, run, axes, adjust, several)
-        self._part, self._rules = run.part, wiring.boundaries(plan)
+        self._part, self._rules, self._wholes = run.part, wiring.boundaries(plan), wiring.made_whole(plan)
         if self._rules.keys() <= adjust.entries:  # all of them compute with whole values: nothing is split
             self._rules = {}
         if self._rules:
@@ -206,7 +206,7 @@ class StepFinder:
 
     def around(self) -> dict[str, Around]:
         """Module path -> what finds and takes its steps."""
-        paths = self._entries | self._rules.keys() if self._rules else ()
+        paths = self._wholes | (self._entries | self._rules.keys() if self._rules else set())
         both = self._inputs, self._outputs
         return {path: wiring.stepping(self._axes, *(partial(self._of_rank, of, path) for of in both)) for path in paths}
 
@@ -256,6 +256,9 @@ class StepFinder:
                     if x.dim() > dim and x.shape[dim] == size and (step := self._slice(path, at, axis, dim, leaves)):
                         steps.append(step)
                         self._may_scatter(path, x, axis, dim)
+        if path in self._wholes:
+            split = ((at, axis, tag) for at, x in _floats(leaves) for tag in [self._run.tag(x)] for axis in tag.parts)
+            steps += [Step(path, at, axis, t.parts[axis].dim, "join") for at, axis, t in split if t.can_join(axis)]
         self._note("outputs", path, steps)
         return steps
 

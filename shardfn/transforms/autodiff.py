@@ -266,6 +266,9 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
     plan = tree.plan.with_reduction(reduce)
     trains = _trained(tree.plan)
     old = {n: x for n, x in tree.items() if isinstance(x, DTensor) and not (connects and x.requires_grad)}
+    if hooked := [n for n, x in old.items() if isinstance(x, nn.Parameter) and _torch.has_gradient_hooks(x)]:
+        why = f"value_and_grad: {hooked[0]!r} has hooks for its gradient, which only loss.backward() would call"
+        raise ShardError(f"{why}. Remove them, and map gradients: sf.tree.map(fn, grads)")
     new = dict(zip(old, _torch.fresh_leaves([*old.values()], [*map(trains.__contains__, old)]), strict=True))
     params = Params({**tree, **new} if len(new) < len(tree) else new, plan, tree.mesh, tree.buffers)
     params.sources = tree
@@ -352,7 +355,7 @@ def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor | None]:
     loss = _whole(loss)
     if not isinstance(loss, Tensor) or isinstance(loss, DTensor) or loss.dim():
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        aux = ", or (loss, aux) with has_aux=True" if isinstance(loss, tuple) else ""
+        aux = ", or, for value_and_grad(has_aux=True), (loss, aux)" if isinstance(loss, tuple) else ""
         must = f"value_and_grad: the loss must be a scalar tensor or sf.data.Mean(total, count){aux}"
         raise ShardError(f"{must}, not {what}")
     return loss, count
@@ -406,7 +409,7 @@ def unused(verb: str, leaves: int) -> ShardError:
     return ShardError(
         f"{verb}: the loss depends on none of the {leaves} leaves that are differentiated, and all derivatives "
         "would be zeros. Compute with the tree that the loss is given: sf.apply(model, params, x), not model(x), nor "
-        "under no_grad or with detach; a torch.utils.checkpoint has derivatives with use_reentrant=False only"
+        "under no_grad, inference_mode or with detach; a torch.utils.checkpoint has some with use_reentrant=False only"
     )
 
 

@@ -90,7 +90,8 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply: expected an nn.Module, got {type(model).__name__}; write apply(model, params, x)")
     if not isinstance(params, Params):
-        hint = "; parts of trees are joined by a | b, {**a, **b} is a dict" if isinstance(params, Mapping) else ""
+        mapped = ". For a dict made of trees: a | b joins them, sf.tree.map(lambda p, g: p - lr * g, a, b) computes"
+        hint = mapped if isinstance(params, Mapping) else ""
         made = f"write params = sf.shard(model, mesh, policy){hint}"
         raise TypeError(f"apply: expected the tree that shard() makes, got {type(params).__name__}; {made}")
     note_tree(params)
@@ -264,8 +265,8 @@ class _Call:
             with binding.computes(session), session.hooks(traced=binding.compiles), watch:
                 output = getattr(self.module, self.method)(*args, **kwargs)
                 output = leaving(output, adjust, self.grid, self.plan)
-        except RuntimeError as error:
-            if (told := escaped(error)) is not None:
+        except (RuntimeError, AttributeError) as error:
+            if isinstance(error, RuntimeError) and (told := escaped(error)) is not None:
                 raise told from error
             if advice := wiring.advice_on(self.plan, self.params.buffers, error):
                 raise ShardError(f"apply: {error}\n{advice}") from error

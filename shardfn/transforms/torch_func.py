@@ -193,7 +193,8 @@ _torch.refuse_of_dtensors([_torch.JVP], _no_forward_mode)
 def _require_tuples(verb: str, *values: Any) -> None:
     kinds = [type(value).__name__ for value in values if not isinstance(value, tuple)]
     if kinds:
-        raise TypeError(f"{verb}: primals and tangents are tuples, one entry an argument, not {kinds[0]}")
+        what = "primals are the tuple (params, *batch)" if verb == "hvp" else "primals and tangents are tuples"
+        raise TypeError(f"{verb}: {what}, one entry an argument, not {kinds[0]}")
 
 
 def _entered_alike(verb: str, primals: Any, tangents: Any) -> Any:
@@ -345,7 +346,7 @@ def _as_stacked(tree: Params) -> Params:
     if len(first_dims) != 1:
         shown = ", ".join(f"{size}{''.join(f'@{axis}' for axis in axes)}" for size, axes, _ in sorted(first_dims))
         why = f"vmap: a tree that is mapped over its first dim has leaves with several of them: {shown}"
-        raise ShardError(f"{why}; write in_dims=(None, 0) to map over the second argument alone")
+        raise ShardError(f"{why}; write in_dims=(None, 0), with a 0 for each further argument that is mapped")
     ((size, axes, planned),) = first_dims
     return tree if planned else Params(tree, tree.plan.stacked(size, axes), tree.mesh, tree.buffers)
 

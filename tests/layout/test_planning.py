@@ -220,8 +220,16 @@ def test_plans_are_values() -> None:
 
 
 class Forward:
-    def __call__(self) -> None:
+    def __call__(self, *args: Any) -> None:
         """A parallel forward that is an object."""
+
+
+def forward(*args: Any) -> None:
+    """A parallel forward."""
+
+
+def other_forward(*args: Any) -> None:
+    """Another one."""
 
 
 def test_functions_are_compared_by_name() -> None:
@@ -229,9 +237,9 @@ def test_functions_are_compared_by_name() -> None:
         return plan(POLICY | sf.Policy(compute={"head": fn})).digest
 
     both: tuple[Any, Any] = (Forward(), Forward())  # at two addresses, as on two ranks
-    assert digest(both[0]) == digest(both[1]) != digest(by_name)
+    assert digest(both[0]) == digest(both[1]) != digest(forward)
     assert digest(functools.partial(both[0], 1)) == digest(functools.partial(both[1], 1))
-    assert digest(functools.partial(by_name)) != digest(functools.partial(calls_of_a_plan))
+    assert digest(functools.partial(forward)) != digest(functools.partial(other_forward))
 
 
 def test_bytes_and_table() -> None:

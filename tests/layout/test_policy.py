@@ -26,9 +26,13 @@ import shardfn as sf
         (
             {"compute_dtype": torch.int8},
             TypeError,
-            r"Policy\(compute_dtype=...\) takes a floating torch.dtype, not torch.int8",
+            r"Policy\(compute_dtype=...\) takes a floating torch.dtype, as torch.bfloat16 is, not torch.int8",
         ),
-        ({"reduce_dtype": "bf16"}, TypeError, r"Policy\(reduce_dtype=...\) takes a floating torch.dtype, not 'bf16'"),
+        (
+            {"reduce_dtype": "bf16"},
+            TypeError,
+            r"Policy\(reduce_dtype=...\) takes a floating torch.dtype, .* not 'bf16'",
+        ),
         ({"default": "fsdp"}, ValueError, r"Policy\(default='fsdp'\): one of 'auto', 'replicate', 'error'"),
         ({"offload": "disk"}, ValueError, r"Policy\(offload='disk'\): None or 'cpu'"),
         ({"regather": -1}, ValueError, r"Policy\(regather=-1\)"),

@@ -743,10 +743,12 @@ def test_hooks_from_before_are_refused_and_run_from_after(mesh: DeviceMesh, regi
     model, seen = nn.Linear(4, 2), list[Tensor]()
     handle = getattr(model.weight, register)(seen.append)
     for make in (lambda: sf.shard(model, mesh, sf.Policy()), lambda: sf.Trainer(model, mesh, sf.Policy())):
-        with pytest.raises(sf.ShardError, match=r"'weight' has hooks for its gradient.*Register them after"):
+        with pytest.raises(sf.ShardError, match=r"'weight' has hooks .*Register them later, for backward"):
             make()
     handle.remove()
     trainer = sf.Trainer(model, mesh, sf.Policy())
     getattr(next(trainer.parameters()), register)(seen.append)
     trainer(torch.ones(1, 4)).sum().backward()
     assert len(seen) == 1
+    with torch.no_grad(), pytest.raises(sf.ShardError, match=r"'weight' has hooks .* only loss\.backward"):
+        sf.grad(lambda params: sf.apply(model, params, torch.ones(1, 4)).sum())(trainer.params)

@@ -187,7 +187,7 @@ def test_plain_tensors_among_leaves_say_what_to_write() -> None:
     scaled = sf.vmap(lambda x, p: sf.tree.map(lambda w: x * w, p))(weights, stacked)
     assert sf.gather(scaled)["w"].tolist() == [[0, 1, 2], [0, 6, 12]]
     joined: Any = {**params}
-    with pytest.raises(TypeError, match=r"got dict; write .*; parts of trees are joined by a \| b"):
+    with pytest.raises(TypeError, match=r"got dict; write .*a \| b joins them, sf\.tree\.map\(lambda p, g"):
         sf.apply(torch.nn.Linear(2, 2), joined, torch.ones(1, 2))
 
 

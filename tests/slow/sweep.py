@@ -50,7 +50,7 @@ REASONS = {
     "a style that is not known here": r"style '\w+' is (not known here|for linears)",
     "sizes that do not divide, or clash": r"^plan: |has \d+ parts by '",
     "a forward that reads values which depend on weights": r"on whole weights, failed in|made of floats are not known",
-    "a size that is not taken from the tensors": r"that one rank has over|got an input of \d+ features",
+    "a size that is not taken from the tensors": "that one rank has over",
     "a part that cannot be told": r"cannot be told which part|\(lost\)|already split over|in pieces",
     "a shared value that meets a split one": r"gradients would be partial sums|is the same on all ranks of",
 }

@@ -751,6 +751,67 @@ def test_buffers_that_a_forward_replaces_are_kept(mesh: DeviceMesh) -> None:
     assert trainer.get_buffer("calls") == 3 and trainer.state_dict()["calls"] == 3
 
 
+@on_meshes({"fsdp": 2})
+def test_what_is_frozen_or_thawed_later_is_refused_by_a_step(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 1)
+    model.bias.requires_grad_(False)
+    trainer = sf.Trainer(model, mesh, optimizer=sf.optim.sgd(0.1), loss_fn=_squares(model))
+    trainer.step(torch.ones(2, 4))
+    for flags, what in (((True, True), "'bias' is no longer frozen"), ((False, False), "'weight' is frozen")):
+        for parameter, flag in zip(model.parameters(), flags, strict=True):
+            parameter.requires_grad_(flag)
+        with pytest.raises(sf.ShardError, match=f"{what} since .*loss.backward\\(\\)"):
+            trainer.step(torch.ones(2, 4))
+    model.weight.requires_grad_(True)
+    trainer.step(torch.ones(2, 4))
+
+
+@on_meshes({"fsdp": 2})
+def test_a_trainer_that_another_one_took_over_from_counts_no_steps(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 1)
+    first = sf.Trainer(model, mesh)
+    second, plain = sf.Trainer(model, mesh, sf.Policy(default="replicate")), nn.Linear(2, 2)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    second(torch.ones(2, 4)).sum().backward()
+    torch.optim.SGD(second.parameters(), lr=0.1).step()
+    assert second.steps == 1
+    with pytest.raises(sf.ShardError, match="sharded again since"):
+        first(torch.ones(2, 4))
+
+
+@on_meshes({"fsdp": 2})
+def test_a_state_dict_is_loaded_by_all_ranks_or_by_none(mesh: DeviceMesh) -> None:
+    trainer = sf.Trainer(nn.Linear(4, 1), mesh)
+    before, full = sf.gather(trainer.params), {"weight": torch.ones(1, 4), "bias": torch.ones(1)}
+    with pytest.raises(sf.ShardError, match=r"'weight' in the state dict"):
+        trainer.load_state_dict(full | {"weight": torch.full((1, 4), float(mesh.get_rank()))})
+    with pytest.raises(sf.ShardError, match=r"missing|rank 1"):
+        trainer.load_state_dict({} if mesh.get_rank() else full)
+    assert_parity(sf.gather(trainer.params), before, tol=0)
+    trainer.load_state_dict(full)
+    assert_parity(sf.gather(trainer.params), full, tol=0)
+
+
+class _Listed(_Counting):
+    """Counts them in a buffer that a list holds, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = [self.calls]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.all[0].add_(1)
+        return self.linear(x) * self.calls
+
+
+@on_meshes({"fsdp": 2})
+def test_a_buffer_that_a_list_holds_too_is_one(mesh: DeviceMesh) -> None:
+    trainer, x = sf.Trainer(model := _Listed(), mesh), torch.ones(2, 4)
+    outputs = [trainer(x).detach() for _ in range(3)]
+    assert trainer.state_dict()["calls"] == 3 and model.all[0] is trainer.get_buffer("calls")
+    assert outputs[2].equal(outputs[0] * 3)
+
+
 def _squares(model: nn.Module) -> Any:
     return lambda params, x: sf.apply(model, params, x).square().mean()
 

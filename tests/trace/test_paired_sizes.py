@@ -92,6 +92,12 @@ def _quotient(m: Any, h: Tensor) -> Tensor:
     return h.unflatten(-1, (groups, 4)).flatten(1) if not rest else h
 
 
+def _bits(m: Any, h: Tensor) -> Tensor:
+    n = h.shape[-1]
+    made = [(n >> 1) << 1, n & ~0, n | 0, 0 | n, n ^ 0, (1 ^ n) - 1, n]
+    return torch.stack([h.view(4, size) for size in made]).sum(0)
+
+
 def _arranged(m: Any, h: Tensor) -> Tensor:
     return rearrange(rearrange(h, "b (h d) -> b h d", d=4), "b h d -> b (h d)")
 
@@ -118,6 +124,7 @@ def _turned(m: Any, h: Tensor) -> Tensor:
         _said_and_written,
         _either_way,
         _quotient,
+        _bits,
         _arranged,
         _grouped,
         _halves,

@@ -71,6 +71,83 @@ def test_what_an_error_says_to_write_fits_the_problem(fn: Any, why: str, change:
         assert_parity({"out": out}, {"out": model(x).detach()}, tol=1e-5)
 
 
+class _OwnUp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class _Weights(nn.Module):
+    """Weights of its own, of a module of one's own, of a linear and of convolutions, all split over features."""
+
+    def __init__(self, fn: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.fn, self.weight, self.own, self.up = fn, nn.Parameter(torch.randn(8, 6)), _OwnUp(), nn.Linear(8, 6)
+        self.conv, self.norm, self.head = nn.Conv1d(8, 6, 3, padding=1), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.layer_norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.fn(self, x)
+
+
+FEATURES = {"weight": "_ f@tp", "own.weight": "_ f@tp", "up.weight": "f@tp _", "up.bias": "f@tp"}
+FEATURES |= {"conv.*": "f@tp ...", "norm.*": "f@tp"}
+OWN, CONV, NORM = {"acts": {"own": "... _"}}, {"acts": {"conv": "b f ..."}}, {"norm": "b f ..."}
+
+
+@pytest.mark.everyday(6)
+@pytest.mark.parametrize(
+    ("fn", "change"),
+    [
+        (lambda own, x: own.own(x).tanh(), {}),
+        (lambda own, x: {"a": [own.own(x).t(), x.sum()]}, {}),
+        (lambda own, x: own.own(x).softmax(-1), OWN),
+        (lambda own, x: own.head(own.own(x)), OWN),
+        (lambda own, x: own.own(x).flatten(), OWN),
+        (lambda own, x: x @ own.weight.softmax(1), {"rules": {"weight": "_ f"}}),
+        (lambda own, x: own.layer_norm(x @ own.weight), {"rules": {"weight": "_ f"}}),
+        (lambda own, x: x @ own.weight / own.weight.shape[1] ** 0.5, {"rules": {"weight": "_ f"}}),
+        (
+            lambda own, x: F.linear(x, own.up.weight / own.up.weight.norm()),
+            {"rules": {"up.weight": "f _", "up.bias": "f"}},
+        ),
+        (lambda own, x: own.head(own.conv(x.unsqueeze(-1)).flatten(1)), CONV),
+        (lambda own, x: own.conv(x.unsqueeze(-1)).softmax(1), {}),
+        (lambda own, x: own.head(own.norm(own.conv(x.unsqueeze(-1))).squeeze(-1)), {"acts": CONV["acts"] | NORM}),
+    ],
+)
+def test_with_what_an_error_says_to_write_gradients_are_those_of_one_process(fn: Any, change: dict[str, Any]) -> None:
+    model, x, policy = _Weights(fn).double(), torch.randn(4, 8, dtype=torch.float64), sf.Policy(rules=FEATURES)
+    if change:
+        written = _written(_message(model, policy, x))
+        assert {name: getattr(written, name) for name in written.given} == change
+        policy |= written
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        out = model(x) if params is None else sf.apply(model, params, x)
+        leaves = [out] if isinstance(out, Tensor) else out["a"]
+        return torch.stack([(leaf**3).mul(torch.arange(leaf.numel()).view_as(leaf)).sum() for leaf in leaves]).sum()
+
+    wanted = loss(None, x)
+    named = dict(model.named_parameters())
+    grads = torch.autograd.grad(wanted, [*named.values()], materialize_grads=True, allow_unused=True)
+    with sf.simulate(fsdp=1, tp=2) as mesh:
+        found, tree = sf.value_and_grad(loss)(sf.shard(model, mesh, policy), x)
+        assert_parity({"loss": found}, {"loss": wanted.detach()}, tol=1e-10)
+        assert_parity(tree, dict(zip(named, grads, strict=True)), tol=1e-10)
+
+
+def test_what_two_axes_split_in_one_dim_is_not_joined() -> None:
+    model = _Weights(lambda own, x: own.own(x))
+    model.own.weight = nn.Parameter(torch.randn(8, 12))
+    for acts in ({}, {"own": "... _"}):  # one after the other they would lie in another order
+        policy = sf.Policy(rules={"own.weight": "_ (2@cp f@tp)"}, acts=acts)
+        assert "differs over 'cp'" in _message(model, policy, torch.randn(4, 8), sf.MeshSpec(fsdp=1, tp=2, cp=2))
+
+
 @pytest.mark.parametrize(
     ("fn", "why", "sizes"),
     [

@@ -174,7 +174,7 @@ def _refused(kind: str) -> None:
         ("patched", "has another forward than when its plan was made"),
         ("argument", "inputs differ between ranks along 'tp'"),
         ("mode", "inputs differ between ranks along 'tp'"),
-        ("shape", "got an input of 7 features|failed in 'enter'|other ranks cannot use their inputs"),
+        ("shape", "failed in 'enter'|other ranks cannot use their inputs"),
         ("leaves", "the tree lacks|other ranks cannot use their inputs"),
         ("dtensor", "is a DTensor"),
     ],

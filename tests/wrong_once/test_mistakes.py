@@ -14,8 +14,10 @@ import torch
 from drawing import untyped
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardfn as sf
+from shardfn.compat.fsdp1 import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from shardfn.testing import RankError, on_meshes, run
 
 RULES = {"0.weight": "f@tp c@fsdp", "0.bias": "f@tp", "2.weight": "c@fsdp f@tp"}
@@ -166,6 +168,21 @@ def _joined(mesh: DeviceMesh, **rules: str) -> Any:
     return sf.apply(model, _tree(mesh, model, rules), X[:, None])
 
 
+class _Named(nn.Module):
+    """A weight that the root looks up."""
+
+    def __init__(self, weight: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.up, self.weight = nn.Linear(8, 8), weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight(self)
+
+
+def _named(mesh: DeviceMesh, weight: Callable[[Any], Tensor]) -> Any:
+    return sf.apply(model := _Named(weight), sf.shard(model, mesh, sf.Policy()), X)
+
+
 class Mistake(NamedTuple):
     """A program, what its error says, and the program with what that says to write."""
 
@@ -298,7 +315,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a loss with something beside it": Mistake(
         lambda mesh: _step(mesh, lambda model: lambda params, x: (sf.apply(model, params, x).mean(), 1)),
-        r"or \(loss, aux\) with has_aux=True",
+        r"or, for value_and_grad\(has_aux=True\), \(loss, aux\)",
         lambda mesh: _step(mesh, lambda model: lambda params, x: (sf.apply(model, params, x).mean(), 1), has_aux=True),
     ),
     "torch.compile around apply": Mistake(
@@ -318,7 +335,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "two column-parallel linears": Mistake(
         lambda mesh: _step_on(mesh, {"0.weight": "f@tp c", "2.weight": "c@tp f"}),
-        r"Policy\(acts=\{its path: '\.\.\. f'\}\)",
+        r"Write policy \| sf\.Policy\(acts=\{'0': '\.\.\. f'\}\)",
         lambda mesh: _step_on(mesh, {"0.weight": "f@tp c", "2.weight": "c@tp f"}, acts={"0": "... f"}),
     ),
     "gradients before parameters": Mistake(
@@ -472,6 +489,66 @@ MISTAKES: dict[str, Mistake] = {
         r"write \.to\(x\.dtype\) where .*or params\.buffers\['angles'\] = .*\['angles'\]\.to\(torch\.bfloat16",
         lambda mesh: sf.apply(model := _Rotated(), _low(mesh, model, torch.bfloat16), X),
     ),
+    "a decay above 1": Mistake(
+        lambda mesh: sf.tree.ema(params := _tree(mesh), params, 1.5),
+        "decay=1.5 is not from 0 to 1",
+        lambda mesh: sf.tree.ema(params := _tree(mesh), params, 0.5),
+    ),
+    "an optimizer that was not called": Mistake(
+        lambda mesh: sf.Trainer(_mlp(), mesh, optimizer=untyped(sf.optim.adamw)),
+        r"such as sf\.optim\.adamw\(1e-3\)",
+        lambda mesh: sf.Trainer(_mlp(), mesh, optimizer=sf.optim.adamw(1e-3)),
+    ),
+    "a class of torch as an optimizer": Mistake(
+        lambda mesh: sf.Trainer(_mlp(), mesh, optimizer=untyped(torch.optim.SGD)),
+        r"such as sf\.optim\.from_torch\(SGD, lr=1e-3\)",
+        lambda mesh: sf.Trainer(_mlp(), mesh, optimizer=sf.optim.from_torch(torch.optim.SGD, lr=1e-3)),
+    ),
+    "a schedule of torch as a callback": Mistake(
+        lambda mesh: sf.Trainer(_mlp(), mesh, callbacks=[untyped("schedule")]),
+        "a function of the trainer and what its step returns",
+        lambda mesh: sf.Trainer(_mlp(), mesh, callbacks=[lambda trainer, out: None]),
+    ),
+    "parameters in place of primals": Mistake(
+        lambda mesh: sf.hvp(_loss(model := _mlp()), params := _tree(mesh, model, {}), params),
+        r"primals are the tuple \(params, \*batch\)",
+        lambda mesh: sf.hvp(_loss(model := _mlp()), (params := _tree(mesh, model, {}), X), params),
+    ),
+    "a strategy by its name": Mistake(
+        lambda _: FullyShardedDataParallel(_mlp(), sharding_strategy=untyped("FULL_SHARD")),
+        r"is no sharding_strategy, as ShardingStrategy\.FULL_SHARD is",
+        lambda _: ShardingStrategy.FULL_SHARD,
+    ),
+    "a class as a wrapping policy": Mistake(
+        lambda _: FullyShardedDataParallel(_mlp(), auto_wrap_policy=nn.Linear),
+        r"write ModuleWrapPolicy\(\{Linear\}\)",
+        lambda _: ModuleWrapPolicy({nn.Linear}),
+    ),
+    "a dtype as mixed precision": Mistake(
+        lambda _: FullyShardedDataParallel(_mlp(), mixed_precision=untyped(torch.bfloat16)),
+        r"as MixedPrecision\(param_dtype=torch\.bfloat16\) is",
+        lambda _: MixedPrecision(param_dtype=torch.bfloat16),
+    ),
+    "a module as a unit": Mistake(
+        lambda _: sf.Policy(units=[_mlp()[0]]),
+        r"by its path, as in 'layers\.\*', or by its class, Linear",
+        lambda _: sf.Policy(units=[nn.Linear]),
+    ),
+    "a dtype by its name": Mistake(
+        lambda mesh: sf.tree.cast(_tree(mesh), untyped("bfloat16")),
+        r"'bfloat16' is no dtype, as torch\.bfloat16 is",
+        lambda mesh: sf.tree.cast(_tree(mesh), torch.bfloat16),
+    ),
+    "a parallel forward without the layouts": Mistake(
+        lambda _: sf.Policy(compute={"0": lambda module, x: x}),
+        r"it will be called as fn\(module, local, layouts, \*args\)",
+        lambda _: sf.Policy(compute={"0": lambda module, local, layouts, x: x}),
+    ),
+    "a parameter by its path in a forward": Mistake(
+        lambda mesh: _named(mesh, lambda own: own.get_parameter("up.weight")),
+        r"write self\.up\.weight for self\.get_parameter\('up\.weight'\)",
+        lambda mesh: _named(mesh, lambda own: own.up.weight),
+    ),
     "a method that the model lacks": Mistake(
         lambda mesh: sf.apply(model := _mlp(), _tree(mesh, model), X, method="forwrd"),
         r"did you mean 'forward'\?",
@@ -485,14 +562,14 @@ MISTAKES: dict[str, Mistake] = {
 def test_a_mistake_says_what_to_write(name: str) -> None:
     mistake = MISTAKES[name]
     with sf.simulate(fsdp=2, tp=2) as mesh:
-        with pytest.raises((sf.ShardError, TypeError, AttributeError), match=mistake.says):
+        with pytest.raises((sf.ShardError, TypeError, ValueError, AttributeError), match=mistake.says):
             mistake.wrong(mesh)
         mistake.mended(mesh)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_mesh_of_gpus_where_there_is_none_says_so() -> None:
-    with pytest.raises(sf.ShardError, match=r"torch sees no GPU here; write make_mesh\('cpu', \.\.\.\)"):
+    with pytest.raises(sf.ShardError, match=r"torch sees none here; write make_mesh\('cpu', \.\.\.\)"):
         sf.make_mesh("cuda", fsdp=1)
 
 
@@ -515,6 +592,21 @@ def test_a_mistake_of_one_rank_says_what_to_write(mesh: DeviceMesh, tmp_path: Pa
     with pytest.raises(TypeError, match=r"write save\(path, tree\)"):
         sf.checkpoint.save(untyped(params), str(tmp_path / "step-1"))
     sf.checkpoint.save(str(tmp_path / "step-1"), params)
+    with pytest.raises(sf.ShardError, match=r"'model\.0\.weight' is not in it; did you mean '0\.weight'\?"):
+        sf.checkpoint.load(str(tmp_path / "step-1"), {"model": params})
+    sf.checkpoint.load(str(tmp_path / "step-1"), params)
+    (tmp_path / "notes.txt").write_text("mine")
+    for path, why in ((tmp_path, "is no checkpoint, and would be replaced"), (tmp_path / "notes.txt", "is no check")):
+        with pytest.raises(sf.ShardError, match=f"{why}.*give a new name"):
+            sf.checkpoint.save(str(path), params)
+    with pytest.raises(sf.ShardError, match=r"notes\.txt' is a file; give a path below a directory"):
+        sf.checkpoint.save(str(tmp_path / "notes.txt" / "step-1"), params)
+    sf.checkpoint.save(str(tmp_path / "step-1"), params)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    saves = sf.jit(lambda params: sf.checkpoint.save(str(tmp_path / "step-2"), params))
+    with pytest.raises(sf.ShardError, match="return what is to be saved, and save it outside"):
+        saves(params)
+    sf.checkpoint.save(str(tmp_path / "step-2"), sf.jit(lambda params: sf.tree.map(lambda x: x * 2, params))(params))
 
 
 @on_meshes({"fsdp": 2, "tp": 2})

@@ -36,6 +36,8 @@ NOT_GIVEN: Any = object()
 # Argument that changed places, in the present order -> the type that only it has; a policy may be any function.
 _MOVED: dict[str, Any] = {"sharding_strategy": ShardingStrategy, "cpu_offload": CPUOffload}
 _MOVED |= {"auto_wrap_policy": (_Policy, Callable), "backward_prefetch": fsdp.BackwardPrefetch}
+_EXAMPLES = {"sharding_strategy": "ShardingStrategy.FULL_SHARD", "cpu_offload": "CPUOffload(offload_params=True)"}
+_EXAMPLES |= {"auto_wrap_policy": "ModuleWrapPolicy({Block})", "backward_prefetch": "BackwardPrefetch.BACKWARD_PRE"}
 _MASTER = "_shardfn_buffer_before"  # on a buffer that was cast to `buffer_dtype`: what it was
 
 
@@ -289,7 +291,7 @@ def told_apart(*values: Any) -> dict[str, Any]:
             continue
         right = next((name for name, kind in _MOVED.items() if isinstance(value, kind)), None)
         if right is None:
-            raise TypeError(f"FullyShardedDataParallel: {name}={value!r} is no {name}")
+            raise TypeError(f"FullyShardedDataParallel: {name}={value!r} is no {name}, as {_EXAMPLES[name]} is")
         if right in arguments:
             raise TypeError(f"FullyShardedDataParallel: two values for {right}: {arguments[right]!r} and {value!r}")
         arguments[right] = value
@@ -305,6 +307,9 @@ def the_policy(auto_wrap_policy: Any, fsdp_auto_wrap_policy: Any) -> Any:
     policy = auto_wrap_policy if auto_wrap_policy is not None else fsdp_auto_wrap_policy
     if policy is None or isinstance(policy, _Policy):
         return policy
+    if isinstance(policy, type):
+        why = f"FullyShardedDataParallel: auto_wrap_policy={policy.__name__} is a class"
+        raise TypeError(f"{why}: write ModuleWrapPolicy({{{policy.__name__}}})")
     # torch up to 1.13 called the third argument of a policy `unwrapped_params`, later versions `nonwrapped_numel`
     try:
         named = inspect.signature(policy).parameters

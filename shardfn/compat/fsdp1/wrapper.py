@@ -206,6 +206,9 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
     ) -> None:
         moved = instance.told_apart(sharding_strategy, cpu_offload, auto_wrap_policy, backward_prefetch)
         policy = instance.the_policy(moved.pop("auto_wrap_policy", None), fsdp_auto_wrap_policy)
+        if not isinstance(mixed_precision, MixedPrecision | None):
+            why = f"FullyShardedDataParallel: mixed_precision={mixed_precision!r} is no MixedPrecision"
+            raise TypeError(f"{why}, as MixedPrecision(param_dtype=torch.bfloat16) is")
         settings = Settings(
             **moved,
             mixed_precision=mixed_precision or MixedPrecision(),

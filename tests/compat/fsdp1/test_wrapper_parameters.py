@@ -64,8 +64,8 @@ STATEMENTS = {
 REFUSED = {
     "sum over ranks": ("dist.all_reduce(sum(g.pow(2).sum() for g in gs))", r"Write x = x.full_tensor\(\) instead"),
     "sum on one rank": ("dist.reduce(gs[0].sum(), 0)", r"Write x = x.full_tensor\(\) instead"),
-    "gradients over ranks": ("for p in ps: dist.all_reduce(p.grad)", r"or send this rank's part, x.to_local\(\)"),
-    "from the first rank": ("for p in ps: dist.broadcast(p.data, 0)", r"or send this rank's part, x.to_local\(\)"),
+    "gradients over ranks": ("for p in ps: dist.all_reduce(p.grad)", r"or leave it out, where that is reduced"),
+    "from the first rank": ("for p in ps: dist.broadcast(p.data, 0)", r"or leave it out, where that is reduced"),
     "norms of all ranks": ("dist.all_gather([torch.zeros(())] * 2, gs[0].norm())", r"x.full_tensor\(\)"),
 }
 

@@ -29,7 +29,7 @@ SMOOTH = ("mlp", "attention", "own parameters", "fused attention")
 
 
 # So that the others' seeds stay what they were.
-YOUNGER = {"operations": "sizes", "transforms": "stacks", "by hand": "regions"}
+YOUNGER = {"operations": "sizes", "backward": "joins", "transforms": "stacks", "by hand": "regions"}
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,12 @@ def _sizes(draw: Draw) -> tuple[dict[str, int], str]:
     built = model(draw, ["mlp of sizes"], most=2)
     lines = [*_begin(draw, built), *_base(draw, built), "step = sf.value_and_grad(base)", *_step()]
     return _mesh(draw, among=SPLIT), _text(built, lines)
+
+
+def _joins(draw: Draw) -> tuple[dict[str, int], str]:
+    built = model(draw, ["joined", "joined", "mlp"], most=2)
+    lines = [*_begin(draw, built), *_base(draw, built), "step = sf.value_and_grad(base)", *_step()]
+    return _mesh(draw, built, among=SPLIT), _text(built, lines)
 
 
 def _backward(draw: Draw) -> tuple[dict[str, int], str]:
@@ -933,6 +939,7 @@ KINDS: dict[str, Callable[[Draw], tuple[dict[str, int], str]]] = {
     "blocks": _blocks,
     "operations": _operations,
     "sizes": _sizes,
+    "joins": _joins,
     "backward": _backward,
     "losses": _losses,
     "calls": _calls,

@@ -1,5 +1,6 @@
 """Random models as text: blocks on a stream [batch, positions, 8], their rules, and what goes around them."""
 
+import ast
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class Block:
     rules: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     pad: dict[str, int] = field(default_factory=dict)
+    acts: dict[str, str] = field(default_factory=dict)
     before: list[str] = field(default_factory=list)  # text in front of the class
     arguments: str = ""  # of its forward, beside x
     passes: str = ""  # how the model calls it
@@ -427,7 +429,40 @@ def cached(draw: Draw) -> Block:
     return Block(init, lines, rules, {"d": 2}, arguments=", seen", passes=", seen")
 
 
+def joined(draw: Draw) -> Block:
+    """What a module of one's own, a convolution or a norm leaves split, and something that may need it whole."""
+    own = draw.chance(0.5)
+    make = f"nn.Parameter(torch.randn({WIDTH}, 16) * 0.3)"
+    made = draw.choice(["torch.tanh(x @ self.a) + self.b", "x @ self.a * self.b", "F.linear(x, self.a.T)"])
+    before = [
+        "class OWN(nn.Module):",
+        "    def __init__(self):",
+        "        super().__init__()",
+        f"        self.a, self.b = {make}, nn.Parameter(torch.randn(16))",
+        "    def forward(self, x):",
+        f"        return {made}",
+    ]
+    rules = {"m.a": "c@fsdp ff@tp", "m.b": "ff@tp"} if own else {"m.weight": "ch@tp c@fsdp _"}
+    init = ["self.m = OWN()" if own else f"self.m = nn.Conv1d({WIDTH}, 16, 3, padding=1)"]
+    init.append(f"self.o = nn.Linear(16, {WIDTH})")
+    acts = {"m": draw.choice(["... _", "... f", "b s f"]) if own else draw.choice(["b _ ...", "b ch s", "... ch s"])}
+    lines = ["h = self.m(x)" if own else "h = self.m(x.mT)"]
+    if not own and draw.chance(0.4):
+        init.append(f"self.n = {draw.choice(['nn.GroupNorm(8, 16)', 'nn.InstanceNorm1d(16, affine=True)'])}")
+        lines.append("h = self.n(h)")
+        rules["n.{weight,bias}"] = "ch@tp"
+        acts |= {"n": "b _ ..."} if draw.chance(0.8) else {}
+    lines += [] if own else ["h = h.mT"]
+    mixes = ["h.softmax(-1)", "h.cumsum(-1)", "h - h.mean(-1, keepdim=True)", "h.flip(-1)", "h.roll(1, -1)", "h.sin()"]
+    lines.append(f"h = {draw.choice([*mixes, 'h / (1 + h.norm(dim=-1, keepdim=True))', 'h.flatten(1).view_as(h)'])}")
+    if draw.chance(0.3):
+        rules["o.weight"] = "c@fsdp gg@tp"
+    lines.append("x = x + self.o(h)")
+    return Block(init, lines, rules, acts=acts if draw.chance(0.8) else {}, before=before if own else [])
+
+
 KINDS: dict[str, Callable[[Draw], Block]] = {
+    "joined": joined,
     "cached": cached,
     "mlp": mlp,
     "mixed mlp": mixed_mlp,
@@ -519,6 +554,10 @@ def model(draw: Draw, kinds: Sequence[str], *, most: int = 3, options: bool = Tr
         fields["pad"] = repr(pad)
     if options:
         fields |= _options(draw, listed, len(blocks))
+    path = "layers.{}.{}" if listed else "layer{}.{}"
+    acts = {path.format(i, name): rule for i, block in enumerate(blocks) for name, rule in block.acts.items()}
+    if acts:
+        fields["acts"] = repr(acts | ast.literal_eval(fields.get("acts", "{}")))
     passed = passes.replace(HOW, "how") + ", seen" * (", seen" in arguments)
     return Model(text, fields, tokens, passed, out, any(b.one_data_rank for b in blocks), len(blocks), method)
 
@@ -546,7 +585,7 @@ def _called(number: int, passes: str, listed: bool, recomputed: bool) -> str:
 
 def _renamed(rule: str, number: int) -> str:
     """Sizes of each block by names of its own."""
-    return re.sub(r"\b(ff|heads|kv|d|ch)\b", rf"\g<1>{number}", rule)
+    return re.sub(r"\b(ff|gg|heads|kv|d|ch)\b", rf"\g<1>{number}", rule)
 
 
 def _options(draw: Draw, listed: bool, blocks: int) -> dict[str, str]:
