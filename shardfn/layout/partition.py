@@ -19,7 +19,7 @@ from typing import Literal
 
 Runs = tuple[tuple[int, int], ...]
 Shape = Sequence[int]
-Cure = Literal["whole", "sizes", "pads", "rules", "sums"]
+Cure = Literal["whole", "sizes", "pads", "rules", "sums", "draws"]
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class Tag:
         return shape
 
 
-Kind = Literal["gradient", "whole", "sizes", "pads", "rules", "sums", "acts", "twice", "random", "backward", "zeros"]
+Kind = Cure | Literal["gradient", "acts", "twice", "random", "backward", "zeros"]
 
 
 @dataclass(frozen=True)

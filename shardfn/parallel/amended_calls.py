@@ -51,12 +51,12 @@ class Amendment(NamedTuple):
 
     path: str
     place: Place
-    at: int  # among what is in the arguments' tuples, lists, dicts and slices
+    at: int  # among what is in the arguments' tuples, lists, dicts and slices; -1: of two that are compared, see `_at`
     axis: str
     how: How
     dim: int = 0
     runs: Runs = ()  # of the part that is taken
-    given: int = 0  # the size, as the rank had it when this was found
+    given: int = 0  # the size, as the rank had it when this was found; that of the dim of which a part is taken
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -103,15 +103,25 @@ def _with(tree: Any, leaves: Iterator[Any]) -> Any:
     return slice(*new) if type(tree) is slice else new if isinstance(tree, list) else tuple(new)
 
 
+def _at(leaves: Sequence[Any], amendment: Amendment) -> int:
+    """The place of an argument; for `a < b` Python may ask b whether it is larger, so that sizes say which it is."""
+    if amendment.at >= 0:
+        return amendment.at
+    sizes = [x.shape[amendment.dim] if isinstance(x, Tensor) and x.dim() > amendment.dim else None for x in leaves]
+    fits = [at for at, size in enumerate(sizes) if type(size) is int and size == amendment.given]
+    return fits[0] if len(fits) == 1 else len(leaves)
+
+
 def amend(call: tuple[Any, Any], amendments: Sequence[Amendment], changed: Changed) -> tuple[Any, Any]:
     """The arguments of a call, (args, kwargs), as amended; `changed` says what becomes of one."""
     leaves = arguments_of(call)
     for amendment in amendments:
-        leaf = leaves[amendment.at] if amendment.at < len(leaves) else None
+        at = _at(leaves, amendment)
+        leaf = leaves[at] if at < len(leaves) else None
         if isinstance(leaf, Tensor) == (amendment.how in ("divide", "multiply")) or leaf is None:
             why = f"apply: in {amendment.path or '(the model)'!r}, a call of torch has other arguments each time"
             raise ShardError(f"{why}. In place of sum(...) or a loop that adds up, write torch.stack([...]).sum(0)")
-        leaves[amendment.at] = changed(leaf, amendment)
+        leaves[at] = changed(leaf, amendment)
     return _with(call, iter(leaves))
 
 

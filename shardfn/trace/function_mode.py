@@ -38,6 +38,7 @@ from shardfn.trace.value_numbering import ValueNumbers
 _READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__reduce_ex__, torch.equal}
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 _WRITING = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}  # statistics, which are not amended
+_COMPARING = {Tensor.lt, Tensor.le, Tensor.gt, Tensor.ge, Tensor.eq, Tensor.ne, Tensor.__eq__, Tensor.__ne__}
 _MOST_WAYS = 64  # to amend one call
 _Call = tuple[Any, Any]  # args, kwargs
 _AXIS = ""  # any
@@ -89,7 +90,7 @@ class PairedFunctionMode(TorchFunctionMode):
     def _served(self, func: Any, call: _Call) -> tuple[_Call, Any]:
         """A call, and its result."""
         try:
-            with having(self._sides, in_torch=True):
+            with having(self._sides, in_torch=getattr(func, "__name__", "function")):
                 return call, self._done(func, *call)
         except (SizesDiffer, RuntimeError) as error:
             if SizesDiffer.__name__ not in f"{type(error)} {error}":  # which unflatten raises in words
@@ -120,7 +121,7 @@ class PairedFunctionMode(TorchFunctionMode):
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         writes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
         found, problems, undo = self._run.found, len(self._run.problems), self._run.undoing(tensors)
-        ways = self._ways(call, leaves, writes)
+        ways = self._ways(call, leaves, writes, func in _COMPARING and len({*map(type, tensors)}) > 1)
         try:
             call, out = self._served(func, call)
         except Exception as error:
@@ -163,8 +164,8 @@ class PairedFunctionMode(TorchFunctionMode):
     def _is_lost(self, x: Tensor) -> bool:
         return any(part.kind == "lost" for part in self._run.tag(x).parts.values())
 
-    def _ways(self, call: _Call, leaves: Sequence[Any], writes: bool) -> Iterator[Sequence[Amendment]]:
-        """What may be amended, the likeliest first."""
+    def _ways(self, call: _Call, leaves: Sequence[Any], writes: bool, compares: bool) -> Iterator[Sequence[Amendment]]:
+        """What may be amended, the likeliest first; `compares`: which argument comes first may be Python's choice."""
         path, place = self._run.running, place_of_call()
         if path is None or not place or (path, place) in self._amended or may_run_again() or "out" in call[1]:
             return
@@ -173,7 +174,7 @@ class PairedFunctionMode(TorchFunctionMode):
             of_axis = partial(Amendment, path, place, axis=axis)
             tensors = [(at, x) for at, x in enumerate(leaves) if isinstance(x, Tensor) and not (writes and not at)]
             parts = [(at, x, self._run.part(x, axis)) for at, x in tensors]
-            sums = [at for at, _, part in parts if part is not None and part.kind == "sum"]
+            sums = [at for at, _, part in parts if part is not None and part.kind == "sum" and not compares]
             groups.append([of_axis(at, how="sum") for at in sums])
             if any(part is not None and part.split for *_, part in parts):  # which meet the sum
                 pairs += [[of_axis(at, how="sum"), of_axis(at, how="vary")] for at in sums]
@@ -181,7 +182,7 @@ class PairedFunctionMode(TorchFunctionMode):
             for split in dict.fromkeys(part for *_, part in parts if part is not None and part.alone):
                 length = size * sum(outer * inner for outer, inner in split.runs)
                 takes = [
-                    of_axis(at, how=how, dim=dim, runs=split.runs)
+                    of_axis(-1 if compares else at, how=how, dim=dim, runs=split.runs, given=length)
                     for at, x, how in whole
                     if split.second is None
                     for dim, n in enumerate(x.shape)

@@ -14,6 +14,7 @@ done on what one process has, too (`paired_sizes.py`), and each result must be t
 claimed.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -35,6 +36,8 @@ from shardfn.trace.paired_sizes import Paired, Side, Sides, local_of, taken, who
 from shardfn.trace.value_numbering import ValueNumbers
 
 _REPEATING = {"expand", "repeat"}
+# What may draw alike for the parts of a value, see the guide.
+_DROPS = re.compile("dropout|attention")
 _VIEWS = {"view", "_unsafe_view", "_reshape_alias"}  # whether a reshape copies depends on strides, and so on sizes
 _NEVER_SEEN = Tag(), 0  # and before anything was written
 _Made = list[dict[str, Part]]  # by axis, what each result of an operation is
@@ -415,6 +418,9 @@ class Interpreter(_torch.TorchDispatchMode):
         done, apart = self._in_one(func), self._expected is not None
         shapes = _shapes(whole) if whole is not None else done and done.shapes
         parts = self._parts(func, inputs, mine, local_results, shapes)
+        if torch.Tag.nondeterministic_seeded in func.tags and not _DROPS.search(f"{name} {self.sides.in_torch}"):
+            split = [by_axis for by_axis in parts if any(p.split or p.where is None for p in by_axis.values())]
+            self._lose_all(split, f"{name} in the shape of a split value draws the same numbers on each rank", "draws")
         if apart and (_torch.is_mutable(func) if done is None else not numbers_agree(func, mine, done.given)):
             self._lose_all(parts, f"{name} is given numbers made of this rank's sizes")
         elif apart and done is not None and not self._fit(local_results, done.shapes, parts):

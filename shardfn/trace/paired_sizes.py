@@ -92,7 +92,7 @@ class Sides:
     def __init__(self, at: Side = "both") -> None:
         self.at: Side = at
         self.decided: list[Decision] = []
-        self.in_torch = False  # a function of torch is running
+        self.in_torch = ""  # the function of torch that is running
         self.path: Callable[[], str] = str  # of the module that is running
         # Told of what `Policy.acts` splits at some modules and the module at a path needs whole.
         self.needs_whole: Callable[[Collection[str], str], None] = lambda sources, path: None
@@ -130,7 +130,7 @@ class Sides:
         """What an operation gives a rank, in as many pieces as it gives one process, which Python may count."""
         if not (isinstance(rank, list | tuple) and isinstance(one, list | tuple)) or len(rank) == len(one):
             return rank
-        with having(self, in_torch=False):
+        with having(self, in_torch=""):
             self.decide(len(rank), len(one))
         return [*rank, *(rank[-1].detach() for _ in range(len(rank), len(one)))][: len(one)]
 

@@ -30,6 +30,8 @@ _ADVICE = {
     "rules": f"Split both alike in the rules, by the same names and axes; or {_PARALLEL}",
     "sums": "Add a sum up where it is made: what a module with parameters returns is added up, so give what makes the "
     f"sum a module of its own, or write sf.collectives.psum(x, mesh, axis) there; or {_PARALLEL}",
+    "draws": "Without a gather: torch.rand(x.shape, device=x.device), or torch.randn, draws for the whole value; in "
+    "place of torch.bernoulli(p) write torch.rand(p.shape, device=p.device) < p.",
     "acts": "Compute the loss outside of the model, by sf.cross_entropy(logits, targets), or drop the entry.",
     "random": "Each way that the forward may go has to be followed by a run of its own.",
     "backward": "Give what acts on the gradient a module of its own that returns its result, and a module that has "
@@ -40,6 +42,7 @@ _ADVICE = {
     "twice": "Leave that collective out where the value is split already.",
 }
 
+_MENDED_BY_ACTS = ("whole", "acts", "rules", "sums", "sizes", "draws")
 
 _OF_TORCH = {
     "functorch transform|BatchedTensorImpl|invalid gradient": wiring.AROUND,
@@ -141,6 +144,7 @@ def said(change: Policy, plan: Plan, failure: Failure) -> str:
     loss = ", or compute the loss outside of the model, by sf.cross_entropy(logits, targets)" if drops else ""
     more = f"\n{advice(failure)}" if failure.raised else f" Or {_PARALLEL}" if change.rules else ""
     more = f"\nOr {_SIZES}{_PARALLEL}" if any(p.kind == "sizes" for p in failure.problems) else more
+    more = f"\n{_ADVICE['draws']}" if any(p.kind == "draws" for p in failure.problems) else more
     return f"Write policy | sf.Policy({fields}), with which this run goes to its end{loss}.{more}"
 
 
@@ -149,7 +153,7 @@ def changes(plan: Plan, failure: Failure) -> Iterator[Policy]:
     stuck = failure.stuck
     if stuck is not None:
         yield from _gathered(plan, {name for _, tag in stuck.inputs for name in tag.split_by})
-    asked = [problem for problem in failure.problems if problem.kind in ("whole", "acts", "rules", "sums", "sizes")]
+    asked = [problem for problem in failure.problems if problem.kind in _MENDED_BY_ACTS]
     yield from _gathered(plan, {name for problem in asked for name in problem.sources})
     loops = [problem.at for problem in asked if problem.kind == "sizes" and not problem.sources]
     yield from _gathered(plan, {x.name for x in plan.info.modules if any(is_in(x.name, path) for path in loops)})

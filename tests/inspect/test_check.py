@@ -300,7 +300,7 @@ def test_what_is_right_passes(name: str) -> None:
 
 
 def test_a_step_that_draws_says_so() -> None:
-    model, chosen, loss, batch, _ = _mlp(between=lambda x: x * torch.rand_like(x))
+    model, chosen, loss, batch, _ = _mlp(between=lambda x: x * torch.rand(x.shape))
     assert "the step draws random numbers" in check(model, MESH, chosen, loss(model), batch).problems[-1]
     model, chosen, loss, batch, _ = _mlp(between=lambda x: x.softmax(-1))
     assert "random" not in str(check(model, MESH, chosen, loss(model), batch))

@@ -144,6 +144,12 @@ def _filled(m: Any, x: Tensor) -> Tensor:
     return m.down(h + m.up(x))
 
 
+def _compared(m: Any, x: Tensor) -> Tensor:
+    """Python asks the part whether it is larger, and the split tensor of a rank is no other kind of tensor."""
+    h, levels = m.up(x), torch.linspace(0, 1, m.hidden, dtype=x.dtype)
+    return m.down(h * (levels < h.sigmoid()) + h * (h >= levels) + (levels == h) + (levels != h.relu()))
+
+
 def _hooked(m: Any, x: Tensor) -> Tensor:
     if x.requires_grad:
         x.register_hook(lambda grad: grad.clamp(max=0.1))
@@ -175,6 +181,7 @@ SERVED: list[Forward] = [
     _both_split,
     _table,
     _filled,
+    _compared,
     _hooked,
     _hard_coded,
     _all_picked,
@@ -214,6 +221,33 @@ def test_what_is_written_for_one_process_is_as_there(forward: Forward) -> None:
 
 def test_attention_of_nanogpt_is_as_in_one_process() -> None:
     assert _checked(Stack(Attention).double(), OF_ATTENTION).ok
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of its shape": lambda h: h + torch.randn(h.shape, dtype=h.dtype),
+    "by chance": lambda h: h * (torch.rand(h.shape, dtype=h.dtype) < h.sigmoid()),
+    "of its features": lambda h: h * (h > torch.randn(h.shape[-1], dtype=h.dtype)),
+    "of its batch": lambda h: h * h.new_empty((len(h), 1, 1)).bernoulli_(0.5),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_are_those_of_one_process(name: str) -> None:
+    model, x = _stack(lambda m, x: m.down(DRAWS[name](m.up(x)))), _x()
+    torch.manual_seed(1)
+    expected = model(x)
+    with sf.simulate(fsdp=1, tp=2) as mesh:
+        params = sf.shard(model, mesh, POLICY)
+        torch.manual_seed(1)
+        assert_parity({"out": sf.apply(model, params, x)}, {"out": expected})
+
+
+def test_what_is_compared_must_be_told_apart_by_size() -> None:
+    model = _stack(lambda m, x: m.down(m.up(x) * (torch.linspace(0, 1, HIDDEN, dtype=x.dtype) < m.up(x).sigmoid())))
+    x = torch.randn(HIDDEN, 2, WIDTH, dtype=torch.float64)  # as many samples as features
+    with sf.simulate(fsdp=1, tp=2) as mesh:
+        with pytest.raises(sf.ShardError, match=r"acts=\{'blocks\.\*\.up': '\.\.\. f'\}\), with which"):
+            sf.apply(model, sf.shard(model, mesh, POLICY), x)
 
 
 @pytest.mark.parametrize("regather", [True, False])

@@ -233,7 +233,7 @@ def test_what_torch_makes_of_two_sizes_comes_from_both() -> None:
 
 def test_torch_is_told_that_sizes_differ_in_general() -> None:
     sides, size = Sides(), Size(2, 4)
-    sides.in_torch = True
+    sides.in_torch = "view"
     with sides.run():
         assert size.node.eq(4).guard_bool("", 0) is False  # in one process they happen to be equal
         assert size.node.ne(2).guard_bool("", 0) is True

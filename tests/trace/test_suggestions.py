@@ -71,6 +71,26 @@ def test_what_an_error_says_to_write_fits_the_problem(fn: Any, why: str, change:
         assert_parity({"out": out}, {"out": model(x).detach()}, tol=1e-5)
 
 
+DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "randn_like": lambda h: h + torch.randn_like(h),
+    "rand_like": lambda h: h * torch.rand_like(h),
+    "bernoulli": lambda h: h * torch.bernoulli(h.sigmoid()),
+    "bernoulli_": lambda h: h * torch.empty_like(h).bernoulli_(0.5),
+    "exponential_": lambda h: F.gumbel_softmax(h.unflatten(-1, (-1, 6))).flatten(-2),
+    "rrelu_with_noise": lambda h: F.rrelu(h, training=True),
+    "normal_": lambda h: h + h.new_empty(h.shape).normal_(),
+    "normal": lambda h: torch.normal(h, h.abs() + 1),
+    "poisson": lambda h: h * torch.poisson(h.abs()),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_numbers_are_not_drawn_alike_for_the_parts_of_a_value(name: str) -> None:
+    message = _message(_Between(lambda own, h: DRAWN[name](h)), RULES, torch.randn(3, 8))
+    assert f"{name} in the shape of a split value draws the same numbers on each rank" in message
+    assert _written(message).acts == {"up": "... _"} and "torch.rand(p.shape, device=p.device) < p" in message
+
+
 class _OwnUp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
