@@ -196,6 +196,10 @@ class ComputeAxes:
 
     # -- for a shape-only trace ---------------------------------------------------------------------------------------
 
+    def on_each_side(self, of_rank: Callable[..., Any], of_one: Callable[..., Any], *args: Any) -> Any:
+        """What a rank makes of arguments; in a shape-only trace beside what one process does."""
+        return of_rank(*args)
+
     def hidden(self) -> AbstractContextManager[Any]:
         """Operations within are not the model's own."""
         return nullcontext()

@@ -11,7 +11,7 @@ row-parallel; on the vocab factor of an embedding the lookup is masked. [Note: w
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any, NoReturn, TypeVar
 
@@ -247,22 +247,27 @@ def _asked_of(plan: Plan, module: ModuleInfo) -> tuple[str, ...] | None:
 
 
 class _Lookups(TorchFunctionMode):
-    """Has lookups in the table of one module done by its parallel forward."""
+    """Has the lookups that one module does in its table, as `nn.Embedding` does them, done part by part."""
 
-    def __init__(self, lookup: Forward, module: nn.Module) -> None:
+    def __init__(self, lookup: Forward, axes: ComputeAxes, module: nn.Embedding) -> None:
         super().__init__()
-        self._lookup, self._own = lookup, module
+        self._lookup, self._axes, self._own = lookup, axes, module
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._lookup(self._own, args[0]) if func is F.embedding else func(*args, **(kwargs or {}))
+        own, settings = self._own, kwargs or {}
+        if func is not F.embedding or args[1] is not own.weight:
+            return func(*args, **settings)
+        if any(getattr(own, name) != value for name, value in settings.items()):
+            return func(*args, **settings)
+        return self._axes.on_each_side(partial(self._lookup, own), partial(func, weight=args[1], **settings), args[0])
 
 
 def _own_lookup(layer: Layer) -> Forward:
     """The forward of a subclass of `nn.Embedding`, which does something with the ids or the rows."""
     lookup = _lookup(layer)
 
-    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        with _Lookups(lookup, module):
+    def forward(module: nn.Embedding, /, *args: Any, **kwargs: Any) -> Any:
+        with _Lookups(lookup, layer.axes, module):
             return class_of(module).forward(module, *args, **kwargs)
 
     return forward

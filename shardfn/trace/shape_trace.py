@@ -363,7 +363,8 @@ class ShapeTrace:
     def _of_both(self, wired: Wiring, run: Interpreter) -> Wiring:
         """The same for a run on both sides: in one process, modules with parallel forwards run their own ones."""
         casts, forwards = wiring.unit_casts(self.plan), dict(wired.forwards)
-        for path in others_forwards(self.plan) & forwards.keys():
+        own = {module.name for module in self.plan.info.modules if module.kind == "own embedding"}
+        for path in (others_forwards(self.plan) - own) & forwards.keys():
             module = unwrapped(layout.submodule(self.model, path))
             forward = getattr(self.plan.forwards.get(path), "without_data", None) or own_forward(module)
             forwards[path] = partial(run.on_each_side, forwards.get(path, forward), forward)

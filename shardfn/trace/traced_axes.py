@@ -105,6 +105,10 @@ class TracedAxes(ComputeAxes):
 
     # -- what was done ------------------------------------------------------------------------------------------------
 
+    def on_each_side(self, of_rank: Callable[..., Any], of_one: Callable[..., Any], *args: Any) -> Any:
+        """As in a real call."""
+        return self._run.on_each_side(of_rank, of_one, *args)
+
     def hidden(self) -> AbstractContextManager[Any]:
         """Operations within are not the model's own."""
         return self._run.hidden()

@@ -1,10 +1,12 @@
 """Modules that compute with split parameters in their own forwards, within a model whose activations are shared."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrizations, parametrize
@@ -423,3 +425,55 @@ def test_keys_of_a_group_may_enter_a_module(mesh: DeviceMesh) -> None:
     rules = {"q.weight": "(h@tp d) c", "k.weight": "(kv@tp? d) c", "o.weight": "c (h@tp d)", "scores.scale": "h@tp"}
     policy = sf.Policy(rules={f"blocks.*.{name}": rule for name, rule in rules.items()}, sizes={"d": 2})
     _require_parity(Model(Grouped).double(), policy, mesh)
+
+
+class Table(nn.Embedding):
+    """A lookup of one's own in its table, and one in another table."""
+
+    lookup: Any
+
+    def __init__(self) -> None:
+        super().__init__(16, 8)
+        self.places = nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.lookup(input)
+
+
+ROWS, COLUMNS = "v@tp c@fsdp", "v@fsdp c@tp"
+# What a subclass does, and the rules of its table with which that is served.
+LOOKUPS: list[tuple[Callable[[Any, Any], Tensor], tuple[str, ...]]] = [
+    (lambda m, ids: nn.Embedding.forward(m, (ids + 2) % 16) * m.embedding_dim**0.5, (ROWS, COLUMNS)),
+    (lambda m, ids: nn.Embedding.forward(m, ids) * m.weight.shape[1] ** 0.5, (ROWS,)),
+    (lambda m, ids: nn.Embedding.forward(m, ids) / m.weight.shape[0], (ROWS, COLUMNS)),
+    (lambda m, ids: F.embedding(ids.clamp(max=len(m.weight) - 1), m.weight), (COLUMNS,)),
+    (lambda m, ids: F.embedding(ids, F.normalize(m.weight, dim=-1)), ()),
+    (lambda m, ids: F.embedding(ids, m.weight.detach()), ()),
+    (lambda m, ids: F.embedding(ids, m.weight, padding_idx=3), ()),
+    (lambda m, ids: F.embedding(ids, m.places) + F.embedding(ids, m.weight), (ROWS, COLUMNS)),
+    (lambda m, ids: nn.Embedding.forward(m, ids) @ m.weight.T @ m.weight, (ROWS,)),
+]
+
+
+@pytest.mark.everyday(6)
+@pytest.mark.parametrize("rule", [ROWS, COLUMNS])
+@pytest.mark.parametrize("at", range(len(LOOKUPS)))
+def test_a_lookup_of_ones_own_is_that_of_one_process(at: int, rule: str) -> None:
+    lookup, served = LOOKUPS[at]
+    torch.manual_seed(0)
+    model = nn.Sequential(type("Own", (Table,), {"lookup": lookup})(), nn.Linear(8, 4)).double()
+    ids, mesh = torch.randint(16, (4, 5)), sf.MeshSpec(fsdp=1, tp=2)
+
+    def checked(policy: sf.Policy) -> Any:
+        return sf.check(model, mesh, policy, lambda p, x: sf.apply(model, p, x).square().mean(), ids)
+
+    policy = sf.Policy(rules={"0.weight": rule})
+    if rule in served:
+        result = checked(policy)
+    else:
+        with pytest.raises(sf.ShardError) as caught:
+            sf.plan(model, mesh, policy, example=ids)
+        written = re.search(r"Write policy \| (sf\.Policy\(.*?\)), with which", str(caught.value))
+        assert written is not None, caught.value
+        result = checked(policy | eval(written[1]))
+    assert result.ok, result
