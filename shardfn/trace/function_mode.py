@@ -225,7 +225,7 @@ def check_kept(run: Interpreter, values: Any) -> None:
         tag = run.tag(tensor)
         for axis, part in tag.parts.items():
             if part.kind != "same":
-                _check_output(run, tensor, axis)
+                _check_output(run, tensor, axis, "a value that a module keeps")
             elif tag.wants or tensor.requires_grad:
                 what = (
                     f"a value of shape {tuple(local_of(tensor).shape)} that ranks of '{axis}' use in shares is kept, "
@@ -244,7 +244,7 @@ def check_outputs(run: Interpreter, output: Any, kept: Collection[str] = ()) -> 
         tag = run.tag(tensor)
         for axis, part in tag.parts.items():
             if at is not None or part.kind != "same" or tag.wants or tensor.requires_grad:
-                _check_output(run, tensor, axis, at, kept)
+                _check_output(run, tensor, axis, "an output" if at is not None else f"what is in {_OBJECT};", at, kept)
 
 
 def _check_numbers(run: Interpreter, values: Any) -> None:
@@ -267,7 +267,9 @@ def values_left(numbers: ValueNumbers, tree: Any) -> Iterator[Any]:
             yield type(leaf), repr(of_side(leaf, "rank")) if isinstance(leaf, _PLAIN) else None
 
 
-def _check_output(run: Interpreter, x: Tensor, axis: str, at: int | None = None, kept: Collection[str] = ()) -> None:
+def _check_output(
+    run: Interpreter, x: Tensor, axis: str, name: str, at: int | None = None, kept: Collection[str] = ()
+) -> None:
     tag, shape, whole = run.tag(x), tuple(local_of(x).shape), tuple(whole_of(x).shape)
     part, asked = tag.parts[axis], bool(tag.split_by) and tag.split_by <= set(kept)
     fits = tag.can_join(axis) and tag.whole_shape(shape, run.sizes) == whole
@@ -294,7 +296,7 @@ def _check_output(run: Interpreter, x: Tensor, axis: str, at: int | None = None,
         why = f": {part.why}" if part.why else ""
         why += f" (in {part.where!r})" if part.where else ""
         kind = part.cure if part.kind == "lost" else "sums" if part.kind == "sum" else "rules"
-        what = f"an output of shape {shape} differs over '{axis}' ({part.kind}){why}"
+        what = f"{name} of shape {shape} differs over '{axis}' ({part.kind}){why}"
         run.problems.append(Problem(what, kind, at=part.where or ""))
 
 

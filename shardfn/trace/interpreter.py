@@ -36,8 +36,7 @@ from shardfn.trace.paired_sizes import Paired, Side, Sides, local_of, taken, who
 from shardfn.trace.value_numbering import ValueNumbers
 
 _REPEATING = {"expand", "repeat"}
-# What may draw alike for the parts of a value, see the guide.
-_DROPS = re.compile("dropout|attention")
+_DROPS = re.compile("dropout|attention")  # which may draw alike for the parts of a value, see the guide
 _VIEWS = {"view", "_unsafe_view", "_reshape_alias"}  # whether a reshape copies depends on strides, and so on sizes
 _NEVER_SEEN = Tag(), 0  # and before anything was written
 _Made = list[dict[str, Part]]  # by axis, what each result of an operation is
@@ -414,8 +413,7 @@ class Interpreter(_torch.TorchDispatchMode):
     def _follow(self, func: Any, arguments: Any, mine: Any, out: Any, local: Any, whole: Any) -> None:
         inputs, results, local_results = tensors_of(arguments), tensors_of(out), tensors_of(local)
         self.note_backwards(inputs)
-        name = _torch.base_name(func)
-        done, apart = self._in_one(func), self._expected is not None
+        name, done, apart = _torch.base_name(func), self._in_one(func), self._expected is not None
         shapes = _shapes(whole) if whole is not None else done and done.shapes
         parts = self._parts(func, inputs, mine, local_results, shapes)
         if torch.Tag.nondeterministic_seeded in func.tags and not _DROPS.search(f"{name} {self.sides.in_torch}"):

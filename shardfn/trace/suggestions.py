@@ -158,7 +158,7 @@ def changes(plan: Plan, failure: Failure) -> Iterator[Policy]:
     loops = [problem.at for problem in asked if problem.kind == "sizes" and not problem.sources]
     yield from _gathered(plan, {x.name for x in plan.info.modules if any(is_in(x.name, path) for path in loops)})
     yield from _gathered(plan, {x.name for x in plan.info.modules if x.name and x.kind == "other" and splits(plan, x)})
-    paths = {failure.path} if failure.raised else {p.at for p in asked if p.kind in ("whole", "sizes")}
+    paths = {failure.path} if failure.raised else {p.at for p in asked if p.kind in ("whole", "sizes", "rules")}
     paths |= {path.rpartition(".")[0] for path in paths}
     yield from _whole(plan, [[one] for x in plan.info.modules if x.name in paths for one in x.params])
     yield from _whole(plan, [x.params for x in plan.info.modules if x.name and x.name.rpartition(".")[0] in paths])

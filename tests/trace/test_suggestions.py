@@ -91,6 +91,35 @@ def test_numbers_are_not_drawn_alike_for_the_parts_of_a_value(name: str) -> None
     assert _written(message).acts == {"up": "... _"} and "torch.rand(p.shape, device=p.device) < p" in message
 
 
+class _Held(nn.Module):
+    """A sum that is not returned in a tuple, or kept."""
+
+    def __init__(self, hold: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.up, self.down, self.hold = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(6, 8)), hold
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.hold(self, x @ self.up)
+
+
+def _kept(own: Any, h: Tensor) -> Tensor:
+    own.mean = 0.9 * own.mean + 0.1 * h.mean(0)
+    return h @ own.down
+
+
+@pytest.mark.parametrize(
+    ("hold", "why"),
+    [
+        (lambda own, h: SimpleNamespace(out=h @ own.down), r"no plain tuple, list or dict: return it in one of these;"),
+        (_kept, r"a value that a module keeps of shape \(3,\) differs over 'tp' \(split\)"),
+    ],
+)
+def test_an_error_says_where_the_value_is(hold: Any, why: str) -> None:
+    assert re.search(why, _message(_Held(hold), sf.Policy(rules={"up": "c f@tp", "down": "f@tp c"}), torch.randn(3, 8)))
+    sf.plan(_Held(lambda own, h: (h @ own.down,)), TP, sf.Policy(rules={"up": "c f@tp"}), example=torch.randn(3, 8))
+
+
 class _OwnUp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
