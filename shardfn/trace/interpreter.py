@@ -180,7 +180,7 @@ class Interpreter(_torch.TorchDispatchMode):
             mine = function()
         self._expected = None
         out = self.packed(mine, whole)
-        results, why = tensors_of(_torch.pytree.tree_leaves(out)), self._repeats_otherwise(tensors_of(arguments))
+        results, why = tensors_of(_torch.pytree.tree_leaves(out)), self._repeats(tensors_of(arguments))
         if why:
             self._lose(results, why, "pads")
         for x in results:
@@ -425,13 +425,11 @@ class Interpreter(_torch.TorchDispatchMode):
             self._lose_all(parts, f"{name} is given sizes of this rank")
         if whole is not None:
             self._compare(func, arguments, mine, local_results, whole, parts)
-            if why := self._repeats_otherwise(inputs, results if name in _REPEATING else ()):
+            if why := self._repeats(inputs, results if name in _REPEATING else ()):
                 self._lose_all([by_axis for by_axis in parts if by_axis], why, "pads")
         unseen = _torch.is_mutable(func) and (func.namespace != "aten" or not results)
         if unseen and any(self._is_parted(x) for x in inputs):
-            self._writes += 1  # of something, to any of them
-            stored = [local_of(x).untyped_storage() for x in inputs]
-            self._written |= {_torch.address_of(storage): (storage, self._writes) for storage in stored}
+            self._note_writes(inputs)  # of something, to any of them
         self._require_alike(func, inputs, parts)
         self._need_whole(inputs, parts)
         known = self._joined(inputs, parts, str(func))
@@ -447,11 +445,10 @@ class Interpreter(_torch.TorchDispatchMode):
             if _torch.is_mutable(func):
                 if by_axis and not result.is_meta and not inputs[0].is_meta:
                     self.refuse(f"{name} writes a value that is made of this rank's sizes", "sizes", result)
-                if self.tag(result).parts != by_axis:  # other views of its memory know nothing of what is in it now
-                    self._writes += 1
-                    storage = local_of(result).untyped_storage()
-                    self._written[_torch.address_of(storage)] = storage, self._writes
-                self._tag_base(result, tag)
+                alike = self.tag(result).parts == by_axis
+                if not alike:  # other views of its memory know nothing of what is in it now
+                    self._note_writes([result])
+                self._tag_base(result, tag, alike)
             if inputs or by_axis:
                 self.mark(result, tag)
         for x in inputs:  # viewed, or written into
@@ -459,6 +456,11 @@ class Interpreter(_torch.TorchDispatchMode):
         zeros = name in ("zeros", "zeros_like", "new_zeros") or (name == "scalar_tensor" and arguments[0][0] == 0)
         self.zeros.update(dict.fromkeys(results if zeros else [], True))
         self._fresh.update(dict.fromkeys(results if name in EMPTY else [], True))
+
+    def _note_writes(self, tensors: Sequence[Tensor]) -> None:
+        self._writes += 1
+        stored = [local_of(x).untyped_storage() for x in tensors]
+        self._written |= {_torch.address_of(storage): (storage, self._writes) for storage in stored}
 
     def _empty(self, func: Any, inputs: Sequence[Tensor], mine: tuple[Any, Any]) -> frozenset[str]:
         """The axes over which results are zero in padding; an operation that gives no number there is refused."""
@@ -534,16 +536,9 @@ class Interpreter(_torch.TorchDispatchMode):
         pairs = zip(shape, expected, strict=False)
         return len(shape) == len(expected) and all(is_stored(mine, other, self._padded) for mine, other in pairs)
 
-    def _repeats_otherwise(self, inputs: Sequence[Tensor], results: Sequence[Tensor] = ()) -> str:
-        """Why padded heads meet those of others, if they do: they are repeated more or less often than on one rank."""
-        if not self._padded:
-            return ""
-        parts = [(x, part) for x in inputs for part in self.tag(x).parts.values() if part.alone and part.second is None]
-        heads = [(local_of(x).shape[part.dim], whole_of(x).shape[part.dim]) for x, part in parts]
-        once = [local_of(x).numel() * whole_of(y).numel() for x, y in zip(inputs, results, strict=False)]
-        again = [local_of(y).numel() * whole_of(x).numel() for x, y in zip(inputs, results, strict=False)]
-        alike = len(dict(heads)) == len(set(heads)) and not (heads and once != again)
-        return "" if alike else "heads are not repeated as on one rank: pad queries and keys alike"
+    def _repeats(self, inputs: Sequence[Tensor], results: Sequence[Tensor] = ()) -> str:
+        """Why padded heads meet those of others, if they do."""
+        return padding.repeated_otherwise(inputs, results, lambda x: self.tag(x).parts) if self._padded else ""
 
     def _require_alike(self, func: Any, inputs: list[Tensor], parts: _Made) -> None:
         """Lose two split dims of what `Policy.acts` splits: what follows gathers one dim."""
@@ -565,14 +560,16 @@ class Interpreter(_torch.TorchDispatchMode):
         if not shared.sources:
             self.refuse(why, "gradient")
 
-    def _tag_base(self, written: Tensor, tag: Tag) -> None:
-        """What is written into a view is in the tensor that it views."""
+    def _tag_base(self, written: Tensor, tag: Tag, alike: bool) -> None:
+        """What is written into a view is in the tensor that it views; `alike`: it is the part that was there."""
         base = _torch.base_of(written)
         if base is None or not tag.parts:
             return
         (known, _), fresh = self._tags.get(base) or _NEVER_SEEN, base in self._fresh
         parts, have, new = dict(known.parts), local_of(base).shape, local_of(written).shape
         for axis, part in tag.parts.items():
+            if alike and part.kind != "lost":
+                continue
             fits = len(have) == len(new) and have[part.dim] == new[part.dim] if part.split else 0
             if part == SAME and parts.get(axis) in (None, SAME):
                 parts[axis] = SAME

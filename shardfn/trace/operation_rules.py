@@ -7,6 +7,7 @@ nothing here (`operations.pointwise`); every other operation has a function.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from operator import le
 from typing import Any, NamedTuple
 
 import torch
@@ -116,6 +117,9 @@ def _viewed(op: Operation, part: Part) -> Part:
     fits = [way for way in ways if op.whole is None or way.whole_shape(new, op.size) in wholes]
     if part.second is None and fits:
         return fits[0]
+    # Another axis may split another dim.
+    whole_of = [(way, way.whole_shape(new, op.size)) for way in ways]
+    ways = [way for way, shape in whole_of if any(all(map(le, shape, one)) for one in wholes)] or ways
     tried = (in_two_dims(part, shape, new, stored, op.size) for stored in wholes)
     in_two = next((two for two in tried if two is not None), None)
     if in_two is None and part.second is not None:

@@ -5,7 +5,7 @@ the gradient of what it was made of. What an operation does element by element i
 autograd for derivatives there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from typing import Any
@@ -15,9 +15,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from shardfn._torch import base_name, is_mutable, named_arguments, pytree
+from shardfn.layout import Part
 from shardfn.trace.meta_values import tensors_of
 from shardfn.trace.operations import ADDED_TO, MOVES, PRODUCTS
+from shardfn.trace.paired_sizes import local_of, whole_of
 
+PartsOf = Callable[[Tensor], Mapping[str, Part]]  # by axis, what is known of a tensor
 Zero = Callable[[Tensor], bool]  # whether a tensor is zero in padding
 
 _KEEPING = MOVES | set(
@@ -51,6 +54,16 @@ def after(func: Any, args: Any, kwargs: Any, zero: Zero, wanted: Zero, asked_for
     if name == "convolution":
         return all(zero(x) for x in inputs[1:]), False
     return name.startswith("_scaled_dot_product") and zero(inputs[2]), False
+
+
+def repeated_otherwise(inputs: Sequence[Tensor], results: Sequence[Tensor], parts_of: PartsOf) -> str:
+    """Why padded heads meet those of others, if they do: they are repeated more or less often than on one rank."""
+    parts = [(x, part) for x in inputs for part in parts_of(x).values() if part.alone and part.second is None]
+    heads = [(local_of(x).shape[part.dim], whole_of(x).shape[part.dim]) for x, part in parts]
+    once = [local_of(x).numel() * whole_of(y).numel() for x, y in zip(inputs, results, strict=False)]
+    again = [local_of(y).numel() * whole_of(x).numel() for x, y in zip(inputs, results, strict=False)]
+    alike = len(dict(heads)) == len(set(heads)) and not (heads and once != again)
+    return "" if alike else "heads are not repeated as on one rank: pad queries and keys alike"
 
 
 def _of_one_element(func: Any, args: Any, kwargs: Any, zero: Zero) -> tuple[bool, bool]:

@@ -150,6 +150,16 @@ def _compared(m: Any, x: Tensor) -> Tensor:
     return m.down(h * (levels < h.sigmoid()) + h * (h >= levels) + (levels == h) + (levels != h.relu()))
 
 
+def _written_by_position(m: Any, x: Tensor) -> Tensor:
+    """Into every position of a cache, and into one of a split value."""
+    h = m.up(x)
+    cache = torch.zeros_like(h)
+    for i in range(x.shape[1]):
+        cache[:, i] = h[:, i]
+    cache[:, 0] = 0.0
+    return m.down(cache)
+
+
 def _hooked(m: Any, x: Tensor) -> Tensor:
     if x.requires_grad:
         x.register_hook(lambda grad: grad.clamp(max=0.1))
@@ -182,6 +192,7 @@ SERVED: list[Forward] = [
     _table,
     _filled,
     _compared,
+    _written_by_position,
     _hooked,
     _hard_coded,
     _all_picked,

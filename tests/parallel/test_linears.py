@@ -477,3 +477,23 @@ def test_a_lookup_of_ones_own_is_that_of_one_process(at: int, rule: str) -> None
         assert written is not None, caught.value
         result = checked(policy | eval(written[1]))
     assert result.ok, result
+
+
+class _Experts(nn.Module):
+    """All experts for all samples, whose weights two axes split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 6) / 3), nn.Parameter(torch.randn(4, 6, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bef,efc->bec", torch.einsum("bc,ecf->bef", x, self.up).tanh(), self.down).sum(1)
+
+
+def test_a_view_of_dims_that_two_axes_split() -> None:
+    torch.manual_seed(0)
+    model, policy = _Experts().double(), sf.Policy(rules={"up": "e@ep c f@tp", "down": "e@ep f@tp c"})
+    x = torch.randn(3, 8, dtype=torch.float64)
+    mesh = sf.MeshSpec(fsdp=1, ep=2, tp=2)
+    result = sf.check(model, mesh, policy, lambda p, x: sf.apply(model, p, x).square().mean(), x)
+    assert result.ok, result
