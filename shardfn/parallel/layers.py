@@ -146,7 +146,8 @@ def _group_norm(layer: Layer, module: Any, parts: dict[str, Part], x: Tensor, w:
     pieces = [outer for part in parts.values() for outer, _ in part.runs]
     if groups % ways or pieces != [1] * len(parts):
         why = f"num_groups={groups} must be whole groups for each of {ways} ranks, {groups} % {ways} = {groups % ways}"
-        raise layer.refuse(f"{why}; choose another, or leave the norm and the layers around it whole")
+        how = "or leave the norm whole and gather what is before it, as by Policy(acts={'conv': 'b f ...'})"
+        raise layer.refuse(f"{why}; choose another, {how}")
     y = F.group_norm(x, groups // ways, w, bias, module.eps)
     for axis, part in parts.items():
         layer.axes.note_part(y, axis, part.at(1))

@@ -153,6 +153,9 @@ def changes(plan: Plan, failure: Failure) -> Iterator[Policy]:
     stuck = failure.stuck
     if stuck is not None:
         yield from _gathered(plan, {name for _, tag in stuck.inputs for name in tag.split_by})
+    elif failure.raised:  # before any operation: what comes before it, maybe
+        names = [module.name for module in plan.info.modules if module.kind in BIAS_DIM or module.name == failure.path]
+        yield from _gathered(plan, names[: names.index(failure.path)][-1:] if failure.path in names else [])
     asked = [problem for problem in failure.problems if problem.kind in _MENDED_BY_ACTS]
     yield from _gathered(plan, {name for problem in asked for name in problem.sources})
     loops = [problem.at for problem in asked if problem.kind == "sizes" and not problem.sources]

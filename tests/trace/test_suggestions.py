@@ -135,8 +135,8 @@ class _Weights(nn.Module):
     def __init__(self, fn: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.fn, self.weight, self.own, self.up = fn, nn.Parameter(torch.randn(8, 6)), _OwnUp(), nn.Linear(8, 6)
-        self.conv, self.norm, self.head = nn.Conv1d(8, 6, 3, padding=1), nn.BatchNorm1d(6), nn.Linear(6, 3)
-        self.layer_norm = nn.LayerNorm(6)
+        self.conv, self.group_norm, self.norm = nn.Conv1d(8, 6, 3, padding=1), nn.GroupNorm(1, 6), nn.BatchNorm1d(6)
+        self.layer_norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Any:
         return self.fn(self, x)
@@ -165,6 +165,7 @@ OWN, CONV, NORM = {"acts": {"own": "... _"}}, {"acts": {"conv": "b f ..."}}, {"n
         ),
         (lambda own, x: own.head(own.conv(x.unsqueeze(-1)).flatten(1)), CONV),
         (lambda own, x: own.conv(x.unsqueeze(-1)).softmax(1), {}),
+        (lambda own, x: own.head(own.group_norm(own.conv(x.unsqueeze(-1))).squeeze(-1)), CONV),
         (lambda own, x: own.head(own.norm(own.conv(x.unsqueeze(-1))).squeeze(-1)), {"acts": CONV["acts"] | NORM}),
     ],
 )
