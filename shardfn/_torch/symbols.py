@@ -29,7 +29,9 @@ class Node:
 
     def made(self, rank: Any, one: Any, *others: Any) -> "Node":
         """What is made of this and other nodes."""
-        sources = self.sources.union(*(x.sources for x in others if isinstance(x, Node)))
+        sources = self.sources
+        for x in others:
+            sources = sources | x.sources if isinstance(x, Node) and x.sources else sources
         return Node(rank, one, self.decide, sources)
 
     in_general: bool | None = None  # of a comparison, what holds but in special cases

@@ -156,8 +156,9 @@ class PairedFunctionMode(TorchFunctionMode):
     def _is_right(self, out: Any, inputs: Sequence[Tensor], problems: int) -> bool:
         """Whether nothing was lost, and no gradient would be."""
         found = self._run.found.vary
-        entering = [source for source, _ in found if source.startswith("input ")]
-        if len(self._run.problems) > problems or found & self._known.vary or (entering and not self._varies_inputs):
+        if len(self._run.problems) > problems or found & self._known.vary:
+            return False
+        if not self._varies_inputs and any(source.startswith("input ") for source, _ in found):
             return False
         return not any(map(self._is_lost, tensors_of(out))) or any(map(self._is_lost, inputs))
 

@@ -304,7 +304,8 @@ class Interpreter(_torch.TorchDispatchMode):
     def undoing(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
         """What takes back all that is noted from here on, also of some tensors that are known now."""
         found, counts = self.found, [len(noted) for noted in (self.problems, self.losses, self.sides.decided)]
-        known = [(table, x, table[x]) for table in (self._tags, self.zeros, self._fresh) for x in tensors if x in table]
+        tables = [table for table in (self._tags, self.zeros, self._fresh) if table]
+        known = [(table, x, value) for table in tables for x in tensors if (value := table.get(x)) is not None]
         written = dict(self._written)
 
         def undo() -> None:
@@ -411,7 +412,8 @@ class Interpreter(_torch.TorchDispatchMode):
                 self.with_backwards.setdefault(id(x), (x, self._path[-1]))
 
     def _follow(self, func: Any, arguments: Any, mine: Any, out: Any, local: Any, whole: Any) -> None:
-        inputs, results, local_results = tensors_of(arguments), tensors_of(out), tensors_of(local)
+        inputs, results = tensors_of(arguments), tensors_of(out)
+        local_results = results if local is out else tensors_of(local)
         self.note_backwards(inputs)
         name, done, apart = _torch.base_name(func), self._in_one(func), self._expected is not None
         shapes = _shapes(whole) if whole is not None else done and done.shapes
@@ -451,11 +453,11 @@ class Interpreter(_torch.TorchDispatchMode):
                 self._tag_base(result, tag, alike)
             if inputs or by_axis:
                 self.mark(result, tag)
-        for x in inputs:  # viewed, or written into
+        for x in inputs if self.zeros else ():  # viewed, or written into
             self.zeros.pop(x, None)
         zeros = name in ("zeros", "zeros_like", "new_zeros") or (name == "scalar_tensor" and arguments[0][0] == 0)
-        self.zeros.update(dict.fromkeys(results if zeros else [], True))
-        self._fresh.update(dict.fromkeys(results if name in EMPTY else [], True))
+        for x in results if zeros or name in EMPTY else ():
+            (self.zeros if zeros else self._fresh)[x] = True
 
     def _note_writes(self, tensors: Sequence[Tensor]) -> None:
         self._writes += 1
@@ -489,7 +491,7 @@ class Interpreter(_torch.TorchDispatchMode):
         tags = {id(local_of(x)): self.tag(x) for x in inputs}
         zeros = {id(local_of(x)) for x in inputs if x in self.zeros}
         args, kwargs = mine
-        given = tensors_of((args, {key: x for key, x in kwargs.items() if key != "out"}))
+        given = tensors_of((args, {key: x for key, x in kwargs.items() if key != "out"} if kwargs else {}))
         call = _torch.base_name(func), args, kwargs, results, given
         known = tags, zeros, torch.Tag.pointwise in func.tags, shapes, self._padded
         operations = {axis: Operation(*call, *known, axis, size) for axis, size in self.sizes.items()}

@@ -160,11 +160,12 @@ class MetaValues:
         if self._on_cpu and len({x.is_meta for x in tensors}) == 2:
             args, kwargs = _torch.without_writing(func, self._meeting, args, kwargs)  # or what is written would be lost
             tensors = tensors_of((args, kwargs))
-        known = all(x in self._known for x in tensors) if tensors else _makes_small_integers(name, args, kwargs)
+        unknown = [x for x in tensors if x not in self._known]
+        known = not unknown if tensors else _makes_small_integers(name, args, kwargs)
         random = torch.Tag.nondeterministic_seeded in func.tags
         if not known or name in EMPTY or random:
             here = self._on_cpu or not any(x.is_meta for x in tensors)
-            held = here and not random and all(self.of(x) is not None for x in tensors)
+            held = here and not random and not any(x.is_meta or self.of(x) is None for x in unknown)
             return (self._with_data if held else self._without_values)(func, args, kwargs)
         real_args, real_kwargs = _torch.pytree.tree_map(self._real, (args, kwargs))
         try:
