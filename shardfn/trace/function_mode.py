@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 from shardfn import _torch
 from shardfn._torch import pytree
 from shardfn.comm import watched
-from shardfn.context import having
 from shardfn.layout import SAME, SUM, Problem, Tag
 from shardfn.parallel import Adjustments, Amendment, amend, arguments_of, may_run_again, place_of_call
 from shardfn.trace.interpreter import Interpreter
@@ -89,13 +88,15 @@ class PairedFunctionMode(TorchFunctionMode):
 
     def _served(self, func: Any, call: _Call) -> tuple[_Call, Any]:
         """A call, and its result."""
+        before, self._sides.in_torch = self._sides.in_torch, getattr(func, "__name__", "function")
         try:
-            with having(self._sides, in_torch=getattr(func, "__name__", "function")):
-                return call, self._done(func, *call)
+            return call, self._done(func, *call)
         except (SizesDiffer, RuntimeError) as error:
             if SizesDiffer.__name__ not in f"{type(error)} {error}":  # which unflatten raises in words
                 raise
-            return call, self._apart(func, *call)
+        finally:
+            self._sides.in_torch = before
+        return call, self._apart(func, *call)
 
     def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._run.function_on_each_side(partial(self._done, func, args, kwargs), (args, kwargs))

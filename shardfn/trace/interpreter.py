@@ -378,9 +378,9 @@ class Interpreter(_torch.TorchDispatchMode):
 
     def _note_draws(self, func: Any, args: Any, out: Any) -> None:
         """Refuse decisions by random values: each way would need a run of its own."""
-        name = _torch.base_name(func)
-        results = [x for x in tensors_of(out) if not x.is_meta]
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        random, name = torch.Tag.nondeterministic_seeded in func.tags, _torch.base_name(func)
+        results = [x for x in tensors_of(out) if not x.is_meta] if random or self._drawn else []
+        if random:
             self._drawn.update(dict.fromkeys(results, name in ("rand", "rand_like")))
             return
         drawn = [self._drawn[x] for x in tensors_of(args) if x in self._drawn] if self._drawn else []
@@ -545,8 +545,9 @@ class Interpreter(_torch.TorchDispatchMode):
     def _require_alike(self, func: Any, inputs: list[Tensor], parts: _Made) -> None:
         """Lose two split dims of what `Policy.acts` splits: what follows gathers one dim."""
         lost = Part("lost", why=f"{_torch.base_name(func)} makes two split dims of one")
-        for by_axis in parts if any(self.tag(x).by_acts for x in inputs) else ():
-            by_axis.update({axis: lost for axis, part in by_axis.items() if part.second is not None})
+        for by_axis in parts:
+            in_two = {axis: lost for axis, part in by_axis.items() if part.second is not None}
+            by_axis.update(in_two if in_two and any(self.tag(x).by_acts for x in inputs) else {})
 
     def require_varied(self, x: Tensor, axis: str, path: str) -> None:
         """Have an input of a module varied where it is made, since those of other calls are."""
