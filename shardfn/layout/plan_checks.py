@@ -112,9 +112,8 @@ def uncomputable(draft: Draft, layouts: Mapping[str, Layout], forwards: Collecti
                 where = f"{module.classes[0].rpartition('.')[2]} {module.name or '(the model)'!r}"
                 problems.append(
                     f"{layout.name}: rule '{layout.rule}' splits it over {', '.join(split)}, but {where} uses its "
-                    f"'{attribute}' in a forward of its own.\n    Take '@{split[0]}' out of the rule, use nn.Linear or "
-                    "nn.Embedding there, or give the module a parallel forward: "
-                    f"Policy(compute={{{module.name!r}: fn}}), or @sf.register for its class."
+                    f"'{attribute}' in a forward of its own.\n    Take '@{split[0]}' out of the rule, or give the "
+                    f"module a parallel forward, Policy(compute={{{module.name!r}: fn}}), or @sf.register its class."
                 )
     return problems
 

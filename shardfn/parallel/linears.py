@@ -282,8 +282,8 @@ def _lookup(layer: Layer) -> Forward:
 
     def forward(module: Any, ids: Tensor) -> Tensor:
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            why = f"{name!r} splits its table by '{layout.rule}'"
-            raise ShardError(f"apply: {why}; max_norm, scale_grad_by_freq and sparse need it whole")
+            why = f"{name!r} splits its table by '{layout.rule}'; max_norm, scale_grad_by_freq and sparse need it whole"
+            raise ShardError(f"apply: {why}: rules={{{layout.name!r}: '{layout.rule.without(plan.roles.compute)}'}}")
         w = weight_now(layout.name)  # [vocab/axes, c/columns]
         require_ids(name, ids, layout.shape[0])
         for axis in vocab:

@@ -141,7 +141,7 @@ def shared_parts(plan: Plan, path: str, axis: str) -> int:
 def shared_alone(path: str, axis: str) -> str:
     """Why an output that all ranks share, and nobody asked to split, may not fit to values that are split."""
     return (
-        f"apply: the output of {path!r} is the same on all ranks of '{axis}' and meets values that are split over it. "
+        f"The output of {path!r} is the same on all ranks of '{axis}' and meets values that are split over it. "
         f"Split it too, for keys and values of grouped queries with a rule such as '(kv@{axis}? d) c', where '?' lets "
         f"the ranks of one group share a head; or, when it belongs to every part, write "
         f"sf.collectives.pvary(x, mesh, '{axis}')."

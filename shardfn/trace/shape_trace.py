@@ -213,7 +213,7 @@ class ShapeTrace:
         for source, axis in sorted(adjust.vary) if not pending else ():
             path = source.removeprefix("module ")
             if path != source and not wiring.shared_parts(self.plan, path, axis):
-                raise ShardError(f"{failure}\n{advice(failure.failure)}\n{wiring.shared_alone(path, axis)}")
+                raise Unserved(f"{failure}\n{wiring.shared_alone(path, axis)}", failure.failure)
         raise failure
 
     def _require_none_left(self, run: Interpreter) -> None:

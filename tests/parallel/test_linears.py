@@ -448,6 +448,7 @@ LOOKUPS: list[tuple[Callable[[Any, Any], Tensor], tuple[str, ...]]] = [
     (lambda m, ids: nn.Embedding.forward(m, ids) / m.weight.shape[0], (ROWS, COLUMNS)),
     (lambda m, ids: F.embedding(ids.clamp(max=len(m.weight) - 1), m.weight), (COLUMNS,)),
     (lambda m, ids: F.embedding(ids, F.normalize(m.weight, dim=-1)), ()),
+    (lambda m, ids: nn.Embedding.forward(m, ids) * m.weight.norm(), ()),
     (lambda m, ids: F.embedding(ids, m.weight.detach()), ()),
     (lambda m, ids: F.embedding(ids, m.weight, padding_idx=3), ()),
     (lambda m, ids: F.embedding(ids, m.places) + F.embedding(ids, m.weight), (ROWS, COLUMNS)),

@@ -647,7 +647,7 @@ def _grouped(heads: int, kv: int, rules: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("heads", "kv", "rules", "match"),
     [
-        (8, 2, {}, r"the output of 'w[kv]' is the same on all ranks of 'tp' and meets values .*'\(kv@tp\? d\) c'"),
+        (8, 2, {}, r"The output of 'w[kv]' is the same on all ranks of 'tp' and meets values .*'\(kv@tp\? d\) c'"),
         (12, 3, {"{wk,wv}.weight": "(kv@tp? d) c"}, r"'w[kv]' has 3 parts .* 4 % 3 = 1 and 3 % 4 = 3"),
     ],
 )
