@@ -53,7 +53,7 @@ def _identity(op: Operation) -> Part | None:
     return part
 
 
-@rule_for("fill", "zero", "zeros_like", "ones_like", "full_like", "empty_like")
+@rule_for("fill zero zeros_like ones_like full_like empty_like rand_like randn_like randint_like")
 def _filled(op: Operation) -> Part | None:
     varies = any(op.part(x) is not None for x in op.inputs[1:])
     lose_if(varies, "a tensor is filled with a value that differs between ranks")

@@ -234,17 +234,18 @@ def test_attention_of_nanogpt_is_as_in_one_process() -> None:
     assert _checked(Stack(Attention).double(), OF_ATTENTION).ok
 
 
-DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "of its shape": lambda h: h + torch.randn(h.shape, dtype=h.dtype),
-    "by chance": lambda h: h * (torch.rand(h.shape, dtype=h.dtype) < h.sigmoid()),
-    "of its features": lambda h: h * (h > torch.randn(h.shape[-1], dtype=h.dtype)),
-    "of its batch": lambda h: h * h.new_empty((len(h), 1, 1)).bernoulli_(0.5),
+DRAWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of its shape": lambda h, y: h + torch.randn(h.shape, dtype=h.dtype),
+    "by chance": lambda h, y: h * (torch.rand(h.shape, dtype=h.dtype) < h.sigmoid()),
+    "of its features": lambda h, y: h * (h > torch.randn(h.shape[-1], dtype=h.dtype)),
+    "of its batch": lambda h, y: h * h.new_empty((len(h), 1, 1)).bernoulli_(0.5),
+    "in the shape of a sum": lambda h, y: h * torch.randn_like(y).mean(-1, keepdim=True),
 }
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_random_numbers_are_those_of_one_process(name: str) -> None:
-    model, x = _stack(lambda m, x: m.down(DRAWS[name](m.up(x)))), _x()
+    model, x = _stack(lambda m, x: m.down(DRAWS[name](m.up(x), m.mlp(x)))), _x()
     torch.manual_seed(1)
     expected = model(x)
     with sf.simulate(fsdp=1, tp=2) as mesh:
