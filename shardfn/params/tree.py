@@ -161,6 +161,11 @@ class Params(dict[str, Any]):
                 raise AttributeError(f"Params has no '{name}': {instead}")
         raise AttributeError(f"Params has no attribute '{name}'")
 
+    def __missing__(self, name: str) -> NoReturn:
+        raise KeyError(
+            f"no leaf {name!r}; the tree has {', '.join(list(self)[:4])}, ...; several are select('{name}.*')"
+        )
+
     def __repr__(self) -> str:
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.plan.axes.items())
         rows = "".join(f"\n  {name}: {self.plan.leaves[name][1].rule}" for name in self if name in self.plan.leaves)
@@ -497,8 +502,8 @@ def ema(average: Any, new: Any, decay: float) -> Any:
     >>> sf.tree.ema({"a": torch.zeros(2)}, {"a": torch.ones(2)}, decay=0.75)
     {'a': tensor([0.2500, 0.2500])}
     """
-    if not 0 <= decay <= 1:
-        raise ValueError(f"tree.ema: decay={decay!r} is not from 0 to 1")
+    if isinstance(decay, dict) or not 0 <= decay <= 1:
+        raise ValueError(f"tree.ema: decay={decay!r} is not from 0 to 1; write ema(average, new, decay=0.999)")
     return lerp(average, new, 1 - decay)
 
 

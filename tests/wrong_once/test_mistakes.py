@@ -494,6 +494,16 @@ MISTAKES: dict[str, Mistake] = {
         "decay=1.5 is not from 0 to 1",
         lambda mesh: sf.tree.ema(params := _tree(mesh), params, 0.5),
     ),
+    "a decay before the new values": Mistake(
+        lambda mesh: sf.tree.ema(params := _tree(mesh), 0.5, untyped(params)),
+        r"write ema\(average, new, decay=0\.999\)",
+        lambda mesh: sf.tree.ema(params := _tree(mesh), params, 0.5),
+    ),
+    "a tree read as nested modules": Mistake(
+        lambda mesh: _tree(mesh)["0"],
+        r"the tree has 0\.weight, .*; several are select\('0\.\*'\)",
+        lambda mesh: _tree(mesh).select("0.*"),
+    ),
     "an optimizer that was not called": Mistake(
         lambda mesh: sf.Trainer(_mlp(), mesh, optimizer=untyped(sf.optim.adamw)),
         r"such as sf\.optim\.adamw\(1e-3\)",
@@ -562,7 +572,7 @@ MISTAKES: dict[str, Mistake] = {
 def test_a_mistake_says_what_to_write(name: str) -> None:
     mistake = MISTAKES[name]
     with sf.simulate(fsdp=2, tp=2) as mesh:
-        with pytest.raises((sf.ShardError, TypeError, ValueError, AttributeError), match=mistake.says):
+        with pytest.raises((sf.ShardError, TypeError, ValueError, AttributeError, KeyError), match=mistake.says):
             mistake.wrong(mesh)
         mistake.mended(mesh)
 
