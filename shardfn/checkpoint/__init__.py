@@ -6,7 +6,7 @@ called in them) and `tensor_files` (bytes). Not here: the states of torch's obje
 """
 
 from shardfn.checkpoint import directories
-from shardfn.checkpoint.directories import latest, load, notes, rank_of_part, save
+from shardfn.checkpoint.directories import latest, load, notes, save
 from shardfn.checkpoint.safetensors import load_safetensors, save_safetensors
 
 __all__ = ["latest", "load", "load_safetensors", "notes", "save", "save_safetensors"]

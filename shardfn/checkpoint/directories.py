@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardfn import _torch
+from shardfn import _torch, comm
 from shardfn._torch import dtensor_spec, pytree, unwrap_local, unwrap_locals, with_local, with_locals, wrap_local
 from shardfn.comm import buckets, flat_memory
 from shardfn.layout import Layout, chunk, grid_of
@@ -63,7 +63,7 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
             continue
         spec = buckets.leaf_spec(like.plan, grid, layout.name, value.dtype) if layout.plain else None
         if isinstance(value, DTensor):
-            require_own_part(f"'{layout.name}'", value, grid.ranks)
+            comm.require_own_part(f"'{layout.name}'", value, grid.ranks)
             if spec is not None and value.device_mesh == spec.mesh and tuple(value.placements) == spec.placements:
                 tree.shards[layout.name] = unwrap_local(value)
                 continue
@@ -71,41 +71,6 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
         tree.cut(layout, buckets.whole(value) if isinstance(value, DTensor) else value)
     leaves = tree.wrapped()
     return like.like((name, leaves[name]) for name in like if name in leaves)
-
-
-def require_own_part(what: str, value: DTensor, ranks: Sequence[int]) -> None:
-    """Refuse a DTensor whose part is not this rank's, see `rank_of_part`.
-
-    Raises:
-        ShardError: it is another rank's.
-    """
-    if foreign := rank_of_part(value, ranks):
-        why = f"{what} is {foreign}: torch.save of sharded parameters writes one part a rank. Save whole checkpoints:"
-        raise ShardError(f"{why} trainer.save, sf.checkpoint.save, torch.distributed.checkpoint, or a full state dict.")
-
-
-def rank_of_part(value: DTensor, ranks: Sequence[int]) -> str | None:
-    """Whose part a DTensor is, in words, when it is not this rank's of a mesh over some of `ranks`.
-
-    The local part of a pickled DTensor is that of the rank which pickled it, whoever reads the file.
-    """
-    mesh = value.device_mesh
-    at, of = mesh.get_coordinate(), sorted(mesh.mesh.flatten().tolist())
-    rank = None if at is None else int(mesh.mesh[tuple(at)])
-    here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
-    split = [axis for axis, placement in enumerate(value.placements) if not placement.is_replicate()]
-    same = at is not None and bool(here) and all(at[axis] == here[0][axis] for axis in split)
-    if same and set(of) <= set(ranks) and (len(of) == len(ranks) or _is_alive(mesh)):
-        return None
-    return f"the part of rank {rank} of ranks {of}, and this is rank {dist.get_rank()} of {sorted(ranks)}"
-
-
-def _is_alive(mesh: DeviceMesh) -> bool:
-    """Whether a mesh has process groups: one that was read from a file has none."""
-    try:
-        return None not in mesh.get_all_groups()
-    except (RuntimeError, KeyError, ValueError):
-        return False
 
 
 def _model_shaped(params: Params, layout: Layout) -> Tensor:

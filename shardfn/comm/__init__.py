@@ -13,7 +13,7 @@ from shardfn.comm.agreement import SAME_SAMPLES, VALUES, agree, called_by_all, c
 from shardfn.comm.agreement import failing_together, random_numbers_of_first, random_states, require_same
 from shardfn.comm.agreement import require_same_draws, wrong_inputs
 from shardfn.comm.buckets import BucketOnGrid, GatherBucket, ReduceBucket, empty_shards, in_layout
-from shardfn.comm.buckets import leaf_spec, whole
+from shardfn.comm.buckets import leaf_spec, rank_of_part, require_own_part, whole
 from shardfn.comm.collective_autograd import Moved, of_rank, watched, watching, weighed
 from shardfn.comm.collectives import Gathers, RankIndex, all_gather, all_gather_invariant, all_to_all, all_to_all_rows
 from shardfn.comm.collectives import axis_index, axis_size, into_losses, pmean, pmean_of_losses, psum, psum_of_trees

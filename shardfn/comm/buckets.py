@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardfn._torch import DTensorSpec, dtensor_spec, has_no_memory, simulated, unwrap_local, wrap_local
@@ -66,9 +67,13 @@ def whole(tensor: DTensor) -> Tensor:
     Args:
         tensor: split evenly or not, in plain `Shard`s, or a pending sum.
 
+    Raises:
+        ShardError: it is the part of another rank, which a pickled one may be.
+
     Communication: one all-gather an axis that splits it, one all-reduce an axis over which it is a sum.
     """
     placements, mesh = tensor.placements, tensor.device_mesh
+    require_own_part("a tensor", tensor, range(dist.get_world_size()))
     simple = all(type(p) is Shard or p.is_replicate() or p.is_partial("sum") for p in placements)
     if not simple or has_no_memory() or simulated() or mesh.get_coordinate() is None:
         return tensor.full_tensor().detach()
@@ -85,6 +90,43 @@ def whole(tensor: DTensor) -> Tensor:
             _, length = nested_chunk(tensor.shape[placement.dim], splits)
             local = undone(local, placement.dim, length, mesh.get_group(axis))
     return shard.clone() if local is shard else local
+
+
+def require_own_part(what: str, value: DTensor, ranks: Sequence[int]) -> None:
+    """Refuse a DTensor whose part is not this rank's, see `rank_of_part`.
+
+    Raises:
+        ShardError: it is another rank's.
+    """
+    if foreign := rank_of_part(value, ranks):
+        why = f"{what} is {foreign}: torch.save of sharded parameters writes one part a rank. Save whole checkpoints:"
+        raise ShardError(f"{why} trainer.save, sf.checkpoint.save, torch.distributed.checkpoint, or a full state dict.")
+
+
+def rank_of_part(value: DTensor, ranks: Sequence[int]) -> str | None:
+    """Whose part a DTensor is, in words, when it is not this rank's of a mesh over some of `ranks`.
+
+    The local part of a pickled DTensor is that of the rank which pickled it, whoever reads the file.
+    """
+    mesh = value.device_mesh
+    if has_no_memory() or simulated():
+        return None
+    at, of = mesh.get_coordinate(), sorted(mesh.mesh.flatten().tolist())
+    rank = None if at is None else int(mesh.mesh[tuple(at)])
+    here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    split = [axis for axis, placement in enumerate(value.placements) if not placement.is_replicate()]
+    same = at is not None and bool(here) and all(at[axis] == here[0][axis] for axis in split)
+    if same and set(of) <= set(ranks) and (len(of) == len(ranks) or _is_alive(mesh)):
+        return None
+    return f"the part of rank {rank} of ranks {of}, and this is rank {dist.get_rank()} of {sorted(ranks)}"
+
+
+def _is_alive(mesh: DeviceMesh) -> bool:
+    """Whether a mesh has process groups: one that was read from a file has none."""
+    try:
+        return None not in mesh.get_all_groups()
+    except (RuntimeError, KeyError, ValueError):
+        return False
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn import layout
-from shardfn._torch import has_gradient_hooks, part_of_rank, unwrap_local, values_of, wrap_local
+from shardfn._torch import has_gradient_hooks, of_each_rank, part_of_rank, simulated, unwrap_local, values_of, wrap_local
 from shardfn.comm import VALUES, agree, digest, empty_shards, leaf_spec, whole
 from shardfn.layout import Grid, Layout, Plan, Policy, named_buffers, named_parameters, own_parts, plan, to_leaves
 from shardfn.notation import ShardError
@@ -102,7 +102,8 @@ class NewTree:
                 del value
         for name, buffer in buffers.items():
             sent = from_src(buffer, src, grid)
-            self.buffers[name] = sent if sent.is_meta else torch.empty_like(sent, device=grid.device).copy_(sent)
+            own = sent if sent.is_meta else torch.empty_like(sent, device=grid.device).copy_(sent)
+            self.buffers[name] = of_each_rank(own) if simulated() else own
 
     def cut(self, layout: Layout, full: Tensor) -> None:
         """Fill this rank's part of every leaf of a full tensor; what is on the meta device stays so."""

@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn import _torch
-from shardfn.comm import in_layout, pvary
+from shardfn.comm import in_layout, pvary, require_own_part
 from shardfn.context import holding, is_under_way
 from shardfn.layout import Plan, clear_padding_, grid_of, matches, per_rank
 from shardfn.notation import ShardError, did_you_mean
@@ -33,6 +34,23 @@ _INSTEAD = {  # of methods of a module
     "requires_grad_": "use sf.value_and_grad(loss_fn)(params, ...), or sf.tree.map on the leaves",
     "train eval zero_grad": "params holds only tensors; call it on the model",
 }
+
+
+def _unpickled(leaves: Mapping[str, Tensor], *rest: Any) -> "Params":
+    """A tree as another process, or this one, has pickled it.
+
+    Raises:
+        ShardError: that was another rank.
+    """
+    params = Params(leaves, *rest)
+    _require_own_parts(leaves, params.mesh)
+    return params
+
+
+def _require_own_parts(leaves: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    for name, leaf in leaves.items() if dist.is_initialized() else ():
+        if isinstance(leaf, DTensor):
+            require_own_part(f"'{name}'", leaf, mesh.mesh.flatten().tolist())
 
 
 class PartOfLeaf(NamedTuple):
@@ -142,6 +160,7 @@ class Params(dict[str, Any]):
     def _require_fits(self, other: Mapping[str, Tensor]) -> None:
         if isinstance(other, Params) and other.plan != self.plan:
             raise ShardError(f"params | other: the layouts differ; reshard one of them\n{self.plan.diff(other.plan)}")
+        _require_own_parts(other, self.mesh)
         unknown = next((name for name in other if name not in self.plan.leaves), None)
         if unknown is not None:
             raise ShardError(f"params | other: the model has no '{unknown}'{did_you_mean(unknown, self.plan.leaves)}")
@@ -153,7 +172,7 @@ class Params(dict[str, Any]):
         return Params(copies, self.plan, self.mesh, {name: buffer.clone() for name, buffer in self.buffers.items()})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Params, (dict(self), self.plan, self.mesh, self.buffers)
+        return _unpickled, (dict(self), self.plan, self.mesh, self.buffers)
 
     def __getattr__(self, name: str) -> NoReturn:
         for names, instead in _INSTEAD.items():

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardfn._torch import move_to_mesh, seen_by_dynamo, simulated, spec_of
-from shardfn.checkpoint import rank_of_part
-from shardfn.comm import exchange_numbers
+from shardfn.comm import exchange_numbers, rank_of_part
 from shardfn.layout import OWN, REPLACED
 from shardfn.notation import ShardError
 from shardfn.params import is_sum

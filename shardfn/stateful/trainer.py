@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from shardfn import optim
 from shardfn._torch import IncompatibleKeys, buffers_of, children_of, parameters_of, pytree, set_tables, unwrap_local
 from shardfn.checkpoint import directories
-from shardfn.comm import agree, failing_together
+from shardfn.comm import agree, failing_together, require_own_part
 from shardfn.context import having
 from shardfn.layout import Plan, Policy, make_mesh, planning
 from shardfn.notation import ShardError
@@ -455,7 +455,7 @@ def _require_own_parts(module: nn.Module, state_dict: Mapping[str, Any], prefix:
     ranks = list(range(torch.distributed.get_world_size()))
     for name, value in state_dict.items():
         if isinstance(value, DTensor):
-            directories.require_own_part(f"load_state_dict: '{name}'", value, ranks)
+            require_own_part(f"load_state_dict: '{name}'", value, ranks)
 
 
 def _require_shape(what: str, value: object, shape: tuple[int, ...]) -> None:

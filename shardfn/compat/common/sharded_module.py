@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import move_to_mesh, parameters_of, pytree, seen_by_dynamo, unwrap_local
 from shardfn.binding import GraphBreak, module_tables
-from shardfn.checkpoint import directories
 from shardfn.comm import buckets
 from shardfn.compat.common.meshes import spread
 from shardfn.layout import OWN, Policy, Reduction, exactly, mesh, planning, shards_in, unwrapped
@@ -299,7 +298,7 @@ def _require_own_part(name: str, value: DTensor, like: DTensor) -> None:
         ShardError: that was another rank.
     """
     ranks = {rank for mesh in (value.device_mesh, like.device_mesh) for rank in mesh.mesh.flatten().tolist()}
-    directories.require_own_part(f"load_state_dict: {name}", value, sorted(ranks))
+    buckets.require_own_part(f"load_state_dict: {name}", value, sorted(ranks))
 
 
 class StayTogether:
