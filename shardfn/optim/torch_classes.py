@@ -195,7 +195,11 @@ class _FromTorch:
         base.require_outside("from_torch.step", params, grads)
         with torch.no_grad():
             weights = {name: self._view(params[name]) for name in names}
-            return params, self._advance(params, grads, state, weights)
+            after = self._advance(params, grads, state, weights)
+        state.step.copy_(after.step)  # a state that is used again goes on
+        state.slots.update(after.slots)
+        state.scalars.update(after.scalars)
+        return params, state
 
     def _view(self, leaf: Tensor) -> Tensor:
         """The same memory without autograd: torch writes into it, and hangs a gradient on it."""

@@ -15,7 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn import layout
-from shardfn._torch import has_gradient_hooks, of_each_rank, part_of_rank, simulated, unwrap_local, values_of, wrap_local
+from shardfn._torch import (
+    has_gradient_hooks,
+    of_each_rank,
+    part_of_rank,
+    simulated,
+    unwrap_local,
+    values_of,
+    wrap_local,
+)
 from shardfn.comm import VALUES, agree, digest, empty_shards, leaf_spec, whole
 from shardfn.layout import Grid, Layout, Plan, Policy, named_buffers, named_parameters, own_parts, plan, to_leaves
 from shardfn.notation import ShardError

@@ -77,8 +77,9 @@ def shard(
 
 
 def _no_gradients() -> ShardError:
-    why = "loss.backward(): nothing asks for a gradient; the leaves of a tree of shards do not. Write"
-    return ShardError(f"{why} loss, grads = sf.value_and_grad(loss_fn)(params, x), or make an sf.Trainer")
+    why = "loss.backward(): nothing asks for a gradient; the leaves of a tree of shards do not. Write loss, grads ="
+    instead = "or make an sf.Trainer, whose outputs ask, unless they are detached or made under no_grad"
+    return ShardError(f"{why} sf.value_and_grad(loss_fn)(params, x), {instead}")
 
 
 _watch_backwards = cache(partial(watch_backward, _no_gradients))

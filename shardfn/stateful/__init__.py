@@ -4,6 +4,6 @@ Read `trainer`, `module_shards` (parameters that are leaves of a tree), `extra_s
 in checkpoints) and `torch_optimizers` (refuses steps that would go wrong). Not here: numerics.
 """
 
-from shardfn.stateful.module_shards import ModuleShards, adopt, bound, install, whole_in_place
+from shardfn.stateful.module_shards import ModuleShards, adopt, bound, install, require_no_gradients, whole_in_place
 from shardfn.stateful.torch_optimizers import REPLACED, refuse_held_back, optimizers_of, take_shards
 from shardfn.stateful.trainer import Trainer

@@ -335,6 +335,17 @@ def whole_in_place(
         _refresh_flat_weights(model)
 
 
+def require_no_gradients(whole: Mapping[str, nn.Parameter]) -> None:
+    """Whole parameters whose shards are put back have got no gradients.
+
+    Raises:
+        ShardError: one has: it is that of this rank's samples, and would be lost.
+    """
+    if name := next((name for name, parameter in whole.items() if parameter.grad is not None), None):
+        why = f"summon_full_params: '{name}' got a gradient within it, which is this rank's alone and would be lost"
+        raise ShardError(f"{why}; call loss.backward() outside")
+
+
 def _refresh_flat_weights(model: nn.Module) -> None:
     for module in map(unwrapped, model.modules()):
         if isinstance(module, nn.RNNBase):

@@ -26,7 +26,7 @@ from shardfn.layout import Plan, Policy, make_mesh, planning
 from shardfn.notation import ShardError
 from shardfn.params import Mean, Params, initialize, map_local, sharding
 from shardfn.stateful.extra_state import OTHERS, load_into, memory_for, to_save
-from shardfn.stateful.module_shards import adopt, install, taken_over, whole_in_place
+from shardfn.stateful.module_shards import adopt, install, require_no_gradients, taken_over, whole_in_place
 from shardfn.stateful.torch_optimizers import DRIVERS, refuse_held_back
 from shardfn.transforms import autodiff
 
@@ -382,12 +382,16 @@ class Trainer(nn.Module):
         Args:
             writeback: whether changes count.
 
+        Raises:
+            ShardError: a backward within it, whose gradients are those of one rank.
+
         Communication: one all-gather a bucket and axis on entry.
         """
         full = sharding.gather(self.params)
         values = {name: full[name].detach().clone() for name in self.plan.layouts}
         with having(self, _is_whole=True), whole_in_place(self.module, values, self._held) as whole:
             yield
+        require_no_gradients(whole)
         if writeback:
             now = {name: value.detach() for name, value in whole.items()}
             self._held.copy_in(directories.from_state_dict(self.params, now))
@@ -403,7 +407,7 @@ class Trainer(nn.Module):
         grads = self.params.like((name, leaf.grad) for name, leaf in self.params.items() if leaf.grad is not None)
         for name, grad in grads.items():
             refuse_held_back("Trainer.clip_grad_norm_", [grad], f"the gradient of '{name}'")
-        clipped, norm = optim.clip(grads, max_norm)
+        clipped, norm = optim.clip(dict(grads), max_norm)  # also of what was thawed since
         for name, leaf in grads.items():
             unwrap_local(leaf).copy_(unwrap_local(clipped[name]))
         return norm
@@ -484,6 +488,11 @@ def _check_settings(model: Any, optimizer: Any, accumulate: Any, clip: Any, ema:
         raise ValueError(f"Trainer(clip={clip!r}): the largest gradient norm, above 0, or None")
     if ema is not None and not 0 <= ema < 1:
         raise ValueError(f"Trainer(ema={ema!r}): the decay of the average, in [0, 1), or None")
+    of_step = {"accumulate": accumulate > 1, "clip": clip is not None, "ema": ema is not None}
+    if optimizer is None and any(of_step.values()):
+        why = f"Trainer({next(filter(of_step.get, of_step))}=...): trainer.step does that, with Trainer(optimizer=...)"
+        instead = "trainer.no_sync(), trainer.clip_grad_norm_ and sf.tree.ema(average, trainer.params, decay)"
+        raise ValueError(f"{why}; beside a torch optimizer write {instead}")
 
 
 def _scaling(loss_fn: Callable[..., Any], scaler: torch.amp.GradScaler | None) -> Callable[..., Any]:

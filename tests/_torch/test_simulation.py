@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,36 @@ def test_every_collective_is_that_of_each_rank() -> None:
             assert torch.equal(part_of_rank(own, rank), whole[2 * rank : 2 * rank + 2])
             assert torch.equal(part_of_rank(summed, rank), 2 * whole[2 * rank : 2 * rank + 2])
             assert torch.equal(part_of_rank(grad, rank), torch.full((2, 2), 6.0)), "1 + 5, of both ranks"
+
+
+class _Written(nn.Module):
+    """What it makes of its input, and a buffer, are written in place."""
+
+    mean: Tensor
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.make, self.up, self.down = make, nn.Linear(4, 6), nn.Linear(6, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.make(x)
+        out += self.down(self.up(x).relu())
+        self.mean.mul_(0.5).add_(out.detach().mean(0))
+        return out + self.mean
+
+
+@pytest.mark.parametrize("make", [lambda x: x.new_zeros(x.shape), torch.zeros_like, torch.clone, lambda x: x * 1])
+def test_what_is_made_of_an_input_is_each_ranks_own(make: Any) -> None:
+    torch.manual_seed(0)
+    model, x = _Written(make), torch.randn(4, 4)
+    expected, mean = [model(x).detach() for _ in range(2)], model.mean.clone()
+    model.mean.zero_()
+    policy = sf.Policy(rules={"up.*": "f@tp ...", "down.weight": "c f@tp"})
+    with simulate(fsdp=1, tp=2) as mesh:
+        params = sf.shard(model, mesh, policy)
+        for out in expected:
+            assert_parity({"out": sf.apply(model, params, x)}, {"out": out}, tol=1e-6)
+        assert_parity({"mean": params.buffers["mean"]}, {"mean": mean}, tol=1e-6)
+    result = sf.check(model, sf.MeshSpec(fsdp=1, tp=2), policy, lambda p, x: sf.apply(model, p, x).square().mean(), x)
+    assert result.ok, result

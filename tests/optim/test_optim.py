@@ -1122,6 +1122,8 @@ def test_a_state_that_is_used_again_goes_on() -> None:
         sfo.lion,
         lambda lr: sfo.sgd(lr, momentum=0.9),
         lambda lr: sfo.adamw(lambda step: lr / 2**step),
+        lambda lr: sfo.from_torch(torch.optim.AdamW, lr=lr),
+        lambda lr: sfo.from_torch(torch.optim.RMSprop, lr=lr, momentum=0.9),
     ):
         opt, found = make(0.1), []
         for keeps in (False, True):

@@ -350,6 +350,9 @@ def test_summon_full_params(mesh: DeviceMesh) -> None:
         module.qkv.weight.zero_()
     assert torch.equal(sf.gather(trainer.params)["qkv.weight"], reference["qkv.weight"] + 1)
     assert whole.shape == (2, 3, 8)
+    with pytest.raises(sf.ShardError, match=r"got a gradient within it, .*; call loss\.backward\(\) outside"):
+        with trainer.summon_full_params():
+            trainer(ids, method="forward").sum().backward()
 
 
 def _train(axes: dict[str, int], directory: str, start: int, stop: int, save_at: int) -> list[float]:
@@ -764,6 +767,21 @@ def test_what_is_frozen_or_thawed_later_is_refused_by_a_step(mesh: DeviceMesh) -
             trainer.step(torch.ones(2, 4))
     model.weight.requires_grad_(True)
     trainer.step(torch.ones(2, 4))
+    reference = nn.Linear(4, 1)
+    reference.load_state_dict(sf.gather(trainer.params))
+    model.bias.requires_grad_(True)  # and counts in a norm
+    for each in (trainer, reference):
+        each(torch.ones(2, 4)).square().mean().backward()
+    norms = trainer.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    assert_parity({"norm": norms[0]}, {"norm": norms[1]})
+    grads = trainer.params.like((name, leaf.grad) for name, leaf in trainer.params.items() if leaf.grad is not None)
+    assert_parity(sf.gather(grads), {name: p.grad for name, p in reference.named_parameters()})
+
+
+@pytest.mark.parametrize("asked", [{"clip": 1.0}, {"accumulate": 2}, {"ema": 0.9}])
+def test_what_only_a_step_does_needs_its_optimizer(asked: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"Trainer\((clip|accumulate|ema)=.*beside a torch optimizer write trainer\."):
+        sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1), **asked)
 
 
 @on_meshes({"fsdp": 2})
@@ -929,9 +947,34 @@ def _pickled(folder: Path, own: bool) -> None:
     assert torch.equal(sf.gather(trainer.params)["weight"], before["weight"])
 
 
+def _pickled_trees(folder: Path) -> None:
+    torch.manual_seed(0)
+    model, rank = nn.Linear(4, 2), dist.get_rank()
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    params = sf.shard(model, mesh, sf.Policy())
+    trained = sf.Trainer(copy.deepcopy(model), mesh).module
+    for name, x in {
+        "tree": params,
+        "state": sf.optim.sgd(0.1, momentum=0.9).init(params),
+        "dict": dict(params),
+    }.items():
+        torch.save((x, trained), folder / f"{name}{rank}")
+        torch.distributed.barrier()
+        own, own_model = torch.load(folder / f"{name}{rank}", weights_only=False)
+        if name != "state":
+            assert torch.equal(sf.gather(params | own)["weight"], model.weight), name
+        assert torch.equal(sf.gather(sf.shard(own_model, mesh, sf.Policy()))["weight"], model.weight)
+        with pytest.raises(sf.ShardError, match=f"is the part of rank {1 - rank} .* torch.save of sharded parameters"):
+            _ = params | torch.load(folder / f"{name}{1 - rank}", weights_only=False)[0]
+        if name == "dict":
+            with pytest.raises(sf.ShardError, match=f"is the part of rank {1 - rank}"):
+                sf.shard(torch.load(folder / f"dict{1 - rank}", weights_only=False)[1], mesh, sf.Policy())
+
+
 def test_a_pickled_shard_is_that_of_the_rank_which_wrote_it(tmp_path: Path) -> None:
     run(_pickled, tmp_path, True, ranks=2)
     run(_pickled, tmp_path, False, ranks=2)
+    run(_pickled_trees, tmp_path, ranks=2)
     with pytest.raises(sf.ShardError, match=r"of ranks \[0, 1\], and this is rank 0 of \[0\]"):
         sf.Trainer(nn.Linear(4, 2), sf.make_mesh("cpu", fsdp=-1)).load_state_dict(
             torch.load(tmp_path / "0", weights_only=False)

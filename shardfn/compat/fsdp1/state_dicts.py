@@ -35,7 +35,7 @@ from shardfn.context import having, holding
 from shardfn.layout import WRAPPED, unwrapped
 from shardfn.notation import ShardError
 from shardfn.params import Params, sharding
-from shardfn.stateful import whole_in_place
+from shardfn.stateful import require_no_gradients, whole_in_place
 
 _DEPRECATED = (
     "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Please use APIs, get_state_dict() and "
@@ -420,6 +420,7 @@ def _whole_parameters(
                 if name in whole:
                     whole[name].grad = grad
             yield
+        require_no_gradients({} if with_grads else whole)
         # what is not split at all is changed in any case, as in torch
         kept = {name: p for name, p in whole.items() if writeback or not held.plan.layouts[name].axes}
         held.copy_in(directories.from_state_dict(tree, {name: p.detach() for name, p in kept.items()}))

@@ -107,6 +107,9 @@ def _changes_inside_summon() -> None:
     with pytest.raises(sf.ShardError, match=r"'emb.weight' was replaced by \(2, 5\) while it was whole"):
         with FSDP.summon_full_params(model):
             model.emb.weight = nn.Parameter(torch.ones(2, 5, dtype=torch.float64))
+    with pytest.raises(sf.ShardError, match=r"got a gradient within it, .*; call loss\.backward\(\) outside"):
+        with FSDP.summon_full_params(model):
+            model(x).sum().backward()
     assert bool(model.state_dict()["emb.weight"].eq(1).all())
 
 
