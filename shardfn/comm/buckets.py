@@ -73,7 +73,8 @@ def whole(tensor: DTensor) -> Tensor:
     Communication: one all-gather an axis that splits it, one all-reduce an axis over which it is a sum.
     """
     placements, mesh = tensor.placements, tensor.device_mesh
-    require_own_part("a tensor", tensor, range(dist.get_world_size()))
+    if mesh.get_coordinate() is not None:
+        require_own_part("a tensor", tensor, range(dist.get_world_size()))
     simple = all(type(p) is Shard or p.is_replicate() or p.is_partial("sum") for p in placements)
     if not simple or has_no_memory() or simulated() or mesh.get_coordinate() is None:
         return tensor.full_tensor().detach()

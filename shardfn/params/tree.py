@@ -32,6 +32,7 @@ _INSTEAD = {  # of methods of a module
     "parameters named_parameters": "params is a dict: use params.values() or params.items()",
     "state_dict": "use sf.gather(params) for full tensors; params itself is the sharded one",
     "requires_grad_": "use sf.value_and_grad(loss_fn)(params, ...), or sf.tree.map on the leaves",
+    "size shape dim": "a loss function gets (params, *batch): lambda p, x, y: F.mse_loss(sf.apply(model, p, x), y)",
     "train eval zero_grad": "params holds only tensors; call it on the model",
 }
 

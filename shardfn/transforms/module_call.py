@@ -105,7 +105,7 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     try:
         adjust = call.prepare(args, kwargs)
         args, kwargs = wiring.cast_inputs(params.plan, (args, kwargs))
-        if _torch.simulated():  # or what a forward makes of them would be one tensor for all ranks, and written by each
+        if call.grid.pure and _torch.simulated():  # or what is made of them would be one tensor, which each rank writes
             args, kwargs = _torch.pytree.tree_map_only(Tensor, _torch.of_each_rank, (args, kwargs))
         # A loop takes the numbers of the first rank; under a `dropout_seed` masks do not depend on torch's.
         draws = params.compares and not call.loops and stream() is None

@@ -126,6 +126,7 @@ def mismatches_on_a_rank() -> None:
         "state_dict": r"use sf.gather\(params\)",
         "requires_grad_": "use sf.value_and_grad",
         "train": "call it on the model",
+        "size": r"lambda p, x, y: F\.mse_loss\(sf\.apply\(model, p, x\), y\)",
         "nonsense": "Params has no attribute 'nonsense'",
     }.items():
         with pytest.raises(AttributeError, match=match):
