@@ -207,6 +207,7 @@ class _Written(nn.Module):
         return out + self.mean
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("make", [lambda x: x.new_zeros(x.shape), torch.zeros_like, torch.clone, lambda x: x * 1])
 def test_what_is_made_of_an_input_is_each_ranks_own(make: Any) -> None:
     torch.manual_seed(0)

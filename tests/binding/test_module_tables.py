@@ -437,7 +437,7 @@ def _require_grads(model: nn.Module, plain: nn.Module) -> None:
             assert_close(buckets.whole(p.grad), expected)
 
 
-@pytest.mark.everyday(10)
+@pytest.mark.everyday(8)
 @pytest.mark.sample(70)
 @pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
 @every_kind
@@ -463,7 +463,7 @@ def test_what_a_forward_reaches_is_what_the_user_made(mesh: DeviceMesh, kind: st
         assert_close(dict(model.named_buffers())[name], buffer)
 
 
-@pytest.mark.everyday(8)
+@pytest.mark.everyday(7)
 @pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
 @on_meshes({"fsdp": 2})
 def test_what_a_step_of_a_trainer_reaches_is_what_the_user_made(mesh: DeviceMesh, net: type[Net]) -> None:
@@ -1028,7 +1028,7 @@ def _trained(model: nn.Module, mesh: DeviceMesh, policy: sf.Policy) -> Callable[
     return gradients
 
 
-@pytest.mark.everyday(8)
+@pytest.mark.everyday(7)
 @pytest.mark.parametrize("net", [net for net in NETS if net not in REFUSED_BY_TORCH], ids=lambda net: net.__name__)
 @on_meshes({"fsdp": 2})
 def test_apply_runs_what_the_user_made(mesh: DeviceMesh, net: type[Net]) -> None:

@@ -243,6 +243,7 @@ DRAWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", DRAWS)
 def test_random_numbers_are_those_of_one_process(name: str) -> None:
     model, x = _stack(lambda m, x: m.down(DRAWS[name](m.up(x), m.mlp(x)))), _x()

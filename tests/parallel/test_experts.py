@@ -570,7 +570,7 @@ def test_derivatives_of_rows_come_back(mesh: DeviceMesh) -> None:
     assert torch.equal(mapped, _exchanged(mesh, many, send))
 
 
-@pytest.mark.everyday(9)
+@pytest.mark.everyday(7)
 @pytest.mark.parametrize(
     ("send", "receive", "match"),
     [
@@ -610,7 +610,7 @@ def _mistakes() -> dict[str, tuple[Callable[[], sf.Policy], str]]:
     }
 
 
-@pytest.mark.everyday(9)
+@pytest.mark.everyday(7)
 @pytest.mark.parametrize("mistake", ["experts that do not divide", "a part after another axis", "a part of neighbours"])
 def test_layouts_that_cannot_be_are_errors(mistake: str) -> None:
     make, match = _mistakes()[mistake]

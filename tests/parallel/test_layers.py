@@ -160,7 +160,7 @@ CASES = {
 }
 
 
-@pytest.mark.everyday(10)
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize("name", CASES)
 @on_meshes(*MESHES)
 def test_a_layer_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:

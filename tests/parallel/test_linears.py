@@ -456,7 +456,7 @@ LOOKUPS: list[tuple[Callable[[Any, Any], Tensor], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("rule", [ROWS, COLUMNS])
 @pytest.mark.parametrize("at", range(len(LOOKUPS)))
 def test_a_lookup_of_ones_own_is_that_of_one_process(at: int, rule: str) -> None:

@@ -401,7 +401,7 @@ def test_the_graph_keeps_this_ranks_positions() -> None:
     assert sequence / whole < 0.27 < 0.4 < split / whole
 
 
-@pytest.mark.everyday(9)
+@pytest.mark.everyday(7)
 @pytest.mark.parametrize(
     ("acts", "length", "match"),
     [

@@ -84,6 +84,7 @@ DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", DRAWN)
 def test_numbers_are_not_drawn_alike_for_the_parts_of_a_value(name: str) -> None:
     message = _message(_Between(lambda own, h: DRAWN[name](h)), RULES, torch.randn(3, 8))
@@ -147,7 +148,7 @@ FEATURES |= {"conv.*": "f@tp ...", "norm.*": "f@tp"}
 OWN, CONV, NORM = {"acts": {"own": "... _"}}, {"acts": {"conv": "b f ..."}}, {"norm": "b f ..."}
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize(
     ("fn", "change"),
     [

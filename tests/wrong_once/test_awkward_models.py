@@ -128,7 +128,7 @@ def _check(model: MLP, params: sf.Params, *args: Any) -> None:
     assert_parity(sf.gather(grads), wanted, tol=1e-11)
 
 
-@pytest.mark.everyday(9)
+@pytest.mark.everyday(7)
 @pytest.mark.parametrize("kind", [MLP, Frozen, Gated, Custom, Assigned, Contained])
 @on_meshes({"fsdp": 4, "tp": 1}, *MESHES)
 def test_equal_to_one_process(mesh: DeviceMesh, kind: type[MLP]) -> None:
@@ -352,7 +352,7 @@ class Holding(MLP):
         return h.sum()
 
 
-@pytest.mark.everyday(14)
+@pytest.mark.everyday(11)
 @pytest.mark.parametrize("name", HOLDERS)
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_what_is_in_any_holder_is_whole(mesh: DeviceMesh, name: str) -> None:

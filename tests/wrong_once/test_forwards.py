@@ -530,7 +530,7 @@ def _planned(forward: Callable[..., Any], rules: dict[str, str] = RULES, base: t
     return sf.plan(kind(), sf.MeshSpec(fsdp=1, tp=2), sf.Policy(rules=used), example=example)
 
 
-@pytest.mark.everyday(20)
+@pytest.mark.everyday(16)
 @pytest.mark.parametrize("forward", REFUSED, ids=lambda fn: fn.__name__.strip("_"))
 def test_another_way_with_the_sizes_of_a_rank_is_refused(forward: Callable[..., Any]) -> None:
     with pytest.raises(sf.ShardError, match=REFUSED[forward]):
@@ -768,7 +768,7 @@ EQUAL = [
 EQUAL += [_with_constants, _recomputed_alike, _tied, _of_one_shape, _no_numbers]
 
 
-@pytest.mark.everyday(14)
+@pytest.mark.everyday(11)
 @pytest.mark.parametrize("forward", EQUAL, ids=lambda fn: fn.__name__)
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_equal_to_one_rank(mesh: DeviceMesh, forward: Callable[..., Any]) -> None:

@@ -567,7 +567,7 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 
-@pytest.mark.everyday(32)
+@pytest.mark.everyday(26)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_says_what_to_write(name: str) -> None:
     mistake = MISTAKES[name]
