@@ -49,9 +49,14 @@ def _unpickled(leaves: Mapping[str, Tensor], *rest: Any) -> "Params":
 
 
 def _require_own_parts(leaves: Mapping[str, Any], mesh: DeviceMesh) -> None:
-    for name, leaf in leaves.items() if dist.is_initialized() else ():
-        if isinstance(leaf, DTensor):
-            require_own_part(f"'{name}'", leaf, mesh.mesh.flatten().tolist())
+    found = {
+        (id(leaf.device_mesh), leaf.placements): (name, leaf)
+        for name, leaf in (leaves.items() if dist.is_initialized() else ())
+        if isinstance(leaf, DTensor)
+    }
+    ranks = mesh.mesh.flatten().tolist() if found else []
+    for name, leaf in found.values():
+        require_own_part(f"'{name}'", leaf, ranks)
 
 
 class PartOfLeaf(NamedTuple):
