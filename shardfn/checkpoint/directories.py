@@ -187,6 +187,9 @@ def _flat_state(tree: Any) -> dict[str, Tensor]:
         elif leaf is not None:
             kind = type(leaf).__name__
             raise TypeError(f"checkpoint: '{name}' is a {kind}; write save(path, tree), of tensors and numbers")
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            sharding.require_reduced("checkpoint", name, value)
     return state
 
 

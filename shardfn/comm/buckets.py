@@ -28,11 +28,12 @@ from shardfn.comm.raw_collectives import AsyncCollective, Steps, accumulation_dt
 from shardfn.layout import Bucket, Grid, Leaf, Plan, Reduction, clear_padding_, local_slice, nested_chunk, per_rank
 from shardfn.notation import ShardError
 
+Pending = Literal["sum", "avg"] | None  # a gradient that is not reduced yet, and what it is of those of the ranks
 Batch = tuple[int, ...]  # dims in front of a leaf, by `vmap`, outermost first
 
 
 def leaf_spec(
-    plan: Plan, grid: Grid, name: str, dtype: torch.dtype | None = None, pending: bool = False, batch: Batch = ()
+    plan: Plan, grid: Grid, name: str, dtype: torch.dtype | None = None, pending: Pending = None, batch: Batch = ()
 ) -> DTensorSpec:
     """The DTensor metadata of a stored leaf, or of its unreduced gradient; made once and kept with the plan."""
 
@@ -41,7 +42,8 @@ def leaf_spec(
         leaf = reduce(Leaf.stacked, reversed(batch), leaf)
         sums = plan.gathered_axes(layout) if pending else ()  # over these axes they are still to be added up
         dims = ((axis, leaf.split_dim(axis)) for axis in plan.roles.storage)
-        placed = [Partial() if axis in sums else Replicate() if dim is None else Shard(dim) for axis, dim in dims]
+        total = Partial(pending or "sum")
+        placed = [total if axis in sums else Replicate() if dim is None else Shard(dim) for axis, dim in dims]
         return dtensor_spec(grid.storage, placed, leaf.shape, dtype or layout.dtype)
 
     return plan.home.once((grid, name, dtype, pending, batch), make)
@@ -152,7 +154,7 @@ class BucketOnGrid:
             self._parts[size] = replace(self, batch=(size, *self.batch), _parts={})
         return self._parts[size]
 
-    def spec(self, index: int, dtype: torch.dtype, pending: bool) -> DTensorSpec:
+    def spec(self, index: int, dtype: torch.dtype, pending: Pending) -> DTensorSpec:
         """The DTensor metadata of a leaf, or of its unreduced gradient."""
         return leaf_spec(self.plan, self.grid, self.bucket.leaves[index], dtype, pending, self.batch)
 
@@ -437,7 +439,7 @@ class ReduceBucket(torch.autograd.Function):
             locals_ = on_grid.reduce(grads, dtypes, op)
         if on_grid.plan.vmaps is not None:
             return tuple(locals_)
-        specs = [on_grid.spec(i, dtype, pending=op is None) for i, dtype in enumerate(dtypes)]
+        specs = [on_grid.spec(i, dtype, None if op else "sum") for i, dtype in enumerate(dtypes)]
         return tuple(wrap_local(local, spec) for local, spec in zip(locals_, specs, strict=True))
 
     @staticmethod
@@ -450,7 +452,8 @@ class ReduceBucket(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         on_grid = ctx.on_grid
         pairs = enumerate(zip(cotangents, ctx.shards, strict=True))
-        laid = [None if x is None else in_layout(x, on_grid.spec(i, dtype, ctx.op is None)) for i, (x, dtype) in pairs]
+        kind: Pending = None if ctx.op else "sum"
+        laid = [None if x is None else in_layout(x, on_grid.spec(i, dtype, kind)) for i, (x, dtype) in pairs]
         gradients = _or_zeros(on_grid, laid, ctx.shards, ctx.op)
         if ctx.op is not None and on_grid.plan.vmaps is None and not on_grid.grid.pure:
             gradients = list(map(partial(_own_part, on_grid.grid), on_grid.leaves, gradients))

@@ -29,8 +29,9 @@ _TO_THE_HOST = 2  # and so many more when shards live on the host, whose copies 
 
 
 # [Note: gradients that are held back]
-# With `plan.reduction` None (`no_sync`) a backward leaves sums over this rank's losses only: whole over the data axes,
-# in `.grad`, as DTensors with `Partial` placements. The first backward that reduces takes them along.
+# With `plan.reduction` None (`no_sync`) a backward leaves the gradients of this rank's losses only: whole over the data
+# axes, in `.grad`, as DTensors that are `Partial("avg")` over these, so that what torch makes of them is made of the
+# mean. The first backward that reduces takes them along.
 
 
 def goes_into_grad(nodes: Sequence[Any]) -> bool:
@@ -60,7 +61,7 @@ def hold_back(on_grid: BucketOnGrid, leaves: Sequence[Tensor], pending: Grads) -
             ranks = prod(grid.sizes[axis] for axis in on_grid.plan.roles.data if axis in gathered.axes)
             own = local_slice(gathered, whole, grid.sizes, grid.coords, on_grid.bucket.axes)  # this rank's shard
             own.add_(unwrap_local(had), alpha=ranks)
-        leaf.grad = wrap_local(whole, on_grid.spec(index, dtype, True))
+        leaf.grad = wrap_local(whole, on_grid.spec(index, dtype, "avg"))
 
 
 @torch.no_grad()
@@ -92,7 +93,7 @@ def reduce_held_back(plan: Plan, on_grids: Iterable[BucketOnGrid], leaves: Mappi
         assert op is not None
         shards = part.reduce(with_held_back(waiting, [None] * len(waiting)), grad_dtypes_of(waiting), op)
         for index, (leaf, shard) in enumerate(zip(waiting, shards, strict=True)):
-            leaf.grad = wrap_local(shard, part.spec(index, shard.dtype, False))
+            leaf.grad = wrap_local(shard, part.spec(index, shard.dtype, None))
 
 
 class Reductions:

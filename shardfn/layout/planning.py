@@ -219,9 +219,9 @@ def _where_placed(draft: Draft, param: ParamInfo, spec: Spec, source: str) -> Pa
             continue  # its modules compute with DTensors on the whole mesh
         if axis not in role.compute:
             why = "splits the batch" if axis in draft.axes else f"is no axis of the mesh {draft.axes}"
-            what = f"it is a DTensor over '{axis}', which {why}. Leave out fully_shard, which this does; with"
-            where = "parallelize_module shard over the whole mesh, such as sf.make_mesh(fsdp=2, tp=2)"
-            raise ShardError(f"{what} {where}, whose mesh['tp'] it was given")
+            what = f"it is a DTensor over '{axis}', which {why}. Leave out fully_shard, which this does, or give what"
+            where = "with parallelize_module shard over the whole mesh, sf.make_mesh(fsdp=2, tp=2), giving it"
+            raise ShardError(f"{what} sf.gather(params) returns; {where} mesh['tp']")
         if dim is not None:
             over = prod(draft.axes[a] for a, d in param.placed or () if d == dim)
             if param.shape[dim] % over:

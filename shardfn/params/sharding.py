@@ -334,9 +334,10 @@ def _is_pending(name: str, grad: DTensor, owner: Params, grid: Grid, was_pending
     Raises:
         ShardError: it is neither; or it `was_pending`, and is reduced by now, which nobody who adds gradients meant.
     """
-    reduced, pending = (leaf_spec(owner.plan, grid, name, grad.dtype, pending=p) for p in (False, True))
+    reduced, pending, held_back = (leaf_spec(owner.plan, grid, name, grad.dtype, kind) for kind in (None, "sum", "avg"))
     split = any(grid.sizes[axis] > 1 for axis in owner.plan.roles.data)
-    is_reduced, is_pending = (grad.placements == x.placements and grad.shape == x.shape for x in (reduced, pending))
+    is_reduced = grad.placements == reduced.placements and grad.shape == reduced.shape
+    is_pending = grad.placements in (pending.placements, held_back.placements) and grad.shape == pending.shape
     if is_reduced and not (split and was_pending and owner.plan.leaves[name][0].trainable):
         return False
     if is_pending and not is_reduced:
@@ -344,8 +345,8 @@ def _is_pending(name: str, grad: DTensor, owner: Params, grid: Grid, was_pending
     if was_pending:
         raise ShardError(
             f"reduce_grads: '{name}' is no pending sum any more, its placements are {grad.placements}: torch reduces "
-            "one that is added to a number, as sum(grads) does with 0. Add gradients to each other: "
-            "sf.tree.map(torch.add, a, b)"
+            "one that is clamped, or added to a number, as sum(grads) does with 0. Add gradients to each other, "
+            "sf.tree.map(torch.add, a, b), or scale them; the rest comes after reduce_grads"
         )
     raise ShardError(
         f"reduce_grads: '{name}' has shape {tuple(grad.shape)} and placements {grad.placements}; the parameter has "

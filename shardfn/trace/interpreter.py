@@ -37,6 +37,7 @@ from shardfn.trace.value_numbering import ValueNumbers
 
 _REPEATING = {"expand", "repeat"}
 _DROPS = re.compile("dropout|attention")  # which may draw alike for the parts of a value, see the guide
+_APART = re.compile(r"detach|(zeros|ones|full|empty|rand\w*)_like|\.new_")  # from what is differentiated
 _VIEWS = {"view", "_unsafe_view", "_reshape_alias"}  # whether a reshape copies depends on strides, and so on sizes
 _NEVER_SEEN = Tag(), 0  # and before anything was written
 _Made = list[dict[str, Part]]  # by axis, what each result of an operation is
@@ -588,13 +589,12 @@ class Interpreter(_torch.TorchDispatchMode):
         tags = [(tensor, self.tag(tensor)) for tensor in inputs]
         axes = frozenset[str]().union(*(tag.parts for _, tag in tags), *parts)
         grads = [tag for tensor, tag in tags if tensor.requires_grad or (tag.wants and not torch.is_grad_enabled())]
-        for tag in grads:
+        for tag in grads if not self.sides.unrecorded else ():
             for axis in sorted(axes - tag.parts.keys()):
                 why = f"{operation} joins a value that all ranks of '{axis}' share with one that is split over it"
                 self._vary(tag, axis, why)
-        sources = frozenset[str]()
-        if all(tag.sources for tag in grads):
-            sources = sources.union(*(tag.sources for tag in grads))
+        known = frozenset[str]().union(*(tag.sources for tag in grads))
+        sources = known if all(tag.sources for tag in grads) else frozenset[str]()
         split_by = frozenset().union(*(tag.split_by for _, tag in tags))
-        wants = any(tag.wants or tensor.requires_grad for tensor, tag in tags) and "detach" not in operation
-        return Tag({}, wants, sources, split_by)
+        wants = any(tag.wants or tensor.requires_grad for tensor, tag in tags)
+        return Tag({}, wants and not (self.sides.unrecorded or _APART.search(operation)), sources, split_by)

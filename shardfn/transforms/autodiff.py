@@ -451,7 +451,7 @@ def _as_tree(tree: Params, gradients: dict[int, Tensor | None]) -> Params:
             continue
         pending = reduction is None and leaf.requires_grad
         # A leaf may be stacked, of which the plan knows nothing.
-        spec = comm.leaf_spec(plan, grid, name, leaf.dtype, pending) if pending else _torch.spec_of(leaf)
+        spec = comm.leaf_spec(plan, grid, name, leaf.dtype, "sum") if pending else _torch.spec_of(leaf)
         if gradient is None:
             leaves[name] = _zeros(plan, grid, leaf, name, spec, pending)
         elif not isinstance(gradient, DTensor) or tuple(gradient.placements) != spec.placements:

@@ -116,6 +116,44 @@ def test_gradients_held_back_under_no_sync_are_reduced_with_the_next(mesh: Devic
         _assert_grads(trainer, reference)
 
 
+_OF_GRADIENTS: dict[str, Any] = {
+    "itself": lambda p: p.grad,
+    "square": lambda p: p.grad * p.grad,
+    "norm": lambda p: p.grad.norm(),
+    "norm by hand": lambda p: p.grad.pow(2).sum().sqrt(),
+    "clamp": lambda p: p.grad.clamp(-0.01, 0.01),
+    "clamp_": lambda p: p.grad.clone().clamp_(-0.01, 0.01),
+    "mul_": lambda p: p.grad.clone().mul_(0.5),
+    "plus a number": lambda p: p.grad + 1,
+    "average": lambda p: 0.9 * p.grad + 0.1 * p.detach(),
+    "step": lambda p: p.detach().clone().sub_(0.1 * p.grad),
+    "step by data": lambda p: p.detach().clone().data.add_(p.grad.data, alpha=-0.1),
+    "total norm": lambda p: nn.utils.get_total_norm([p.grad, p.grad]),
+}
+
+
+@pytest.mark.everyday(1)
+@on_meshes({"fsdp": 2}, {"fsdp": 2, "tp": 2}, {"replicate": 2, "fsdp": 2})
+def test_what_is_made_of_gradients_under_no_sync_is_made_of_their_mean(mesh: DeviceMesh) -> None:
+    chosen = sf.Policy(rules={"0.weight": "f@tp c", "2.weight": "c f@tp"} if mesh.size() == 4 else {})
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).double()
+    trainer = sf.Trainer(copy.deepcopy(model), mesh, chosen if "tp" in (mesh.mesh_dim_names or ()) else sf.Policy())
+    x, y = torch.randn(2, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with trainer.no_sync():
+        own_x, own_y = sf.data.local_batch((x, y), mesh)
+        nn.functional.mse_loss(trainer(own_x), own_y).backward()
+    nn.functional.mse_loss(model(x), y).backward()
+    assert trainer.module[0].weight.grad.placements != trainer.module[0].weight.placements  # held back indeed
+    for what, of in _OF_GRADIENTS.items():
+        for ours, theirs in zip(trainer.module.parameters(), model.parameters(), strict=True):
+            made = of(ours)
+            assert_parity(
+                {what: made.full_tensor() if isinstance(made, DTensor) else made}, {what: of(theirs)}, tol=1e-12
+            )
+    reduced = sf.reduce_grads({name: p.grad for name, p in trainer.module.named_parameters()}, like=trainer.params)
+    assert_parity(sf.gather(reduced), {name: p.grad for name, p in model.named_parameters()}, tol=1e-12)
+
+
 def _assert_grads(trainer: sf.Trainer, reference: nn.Module) -> None:
     grads = trainer.params.like((n, p.grad) for n, p in trainer.params.items() if p.grad is not None)
     expected = {n: p.grad for n, p in reference.named_parameters(remove_duplicate=False) if p.grad is not None}
