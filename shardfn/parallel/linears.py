@@ -104,9 +104,10 @@ class Layer:
         y = self.axes.note_source(y, f"module {self.name}", self.name if split else None)
         for axis in reversed(split) if self.gathers else ():
             y = self.axes.join(y, axis, dim, parts[axis].runs)
-        if split and self.gathers:
+        extent = self.layout("weight").shape[BIAS_DIM[self.module.kind]]
+        if split and self.gathers and y.shape[dim] != extent:
             with self.axes.hidden():
-                y = y.narrow(dim, 0, self.layout("weight").shape[BIAS_DIM[self.module.kind]])  # without padding
+                y = y.narrow(dim, 0, extent)  # without padding
         return y
 
     def refuse(self, why: str) -> ShardError:

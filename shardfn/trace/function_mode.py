@@ -176,14 +176,14 @@ class PairedFunctionMode(TorchFunctionMode):
         singles, pairs, groups = list[Amendment](), list[list[Amendment]](), list[list[Amendment]]()
         for axis, size in self._run.sizes.items():
             of_axis = partial(Amendment, path, place, axis=axis)
-            tensors = [(at, x) for at, x in enumerate(leaves) if isinstance(x, Tensor) and not (writes and not at)]
-            parts = [(at, x, self._run.part(x, axis)) for at, x in tensors]
+            held = [(at, x, self._run.part(x, axis)) for at, x in enumerate(leaves) if isinstance(x, Tensor)]
+            parts = held[writes:]  # of what may be amended, which is not what is written into
             sums = [at for at, _, part in parts if part is not None and part.kind == "sum" and not compares]
             groups.append([of_axis(at, how="sum") for at in sums])
             if any(part is not None and part.split for *_, part in parts):  # which meet the sum
                 pairs += [[of_axis(at, how="sum"), of_axis(at, how="vary")] for at in sums]
             whole = [(at, x, "own" if part else "take") for at, x, part in parts if part is None or part == SAME]
-            for split in dict.fromkeys(part for *_, part in parts if part is not None and part.alone):
+            for split in dict.fromkeys(part for *_, part in held if part is not None and part.alone):
                 length = size * sum(outer * inner for outer, inner in split.runs)
                 takes = [
                     of_axis(-1 if compares else at, how=how, dim=dim, runs=split.runs, given=length)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import attributes_read, children_of, forward_hooks, pytree
-from shardfn.layout import StandIn, class_of, unwrapped
+from shardfn.layout import StandIn, unwrapped
 from shardfn.trace.meta_values import MetaValues, ValueReads, is_cache
 from shardfn.trace.paired_sizes import methods
 from shardfn.trace.state_rollback import CONTAINERS, Contents, alike, is_slotted, reach, read, users_classes
@@ -72,19 +72,19 @@ class ValuePath(NamedTuple):
 @contextmanager
 def reads_noted(model: nn.Module, places: dict[tuple[int, Any], ValuePath]) -> Iterator[None]:
     """Within it, attributes of a model's modules that are read before they are assigned are added to `places`."""
-    known = {id(module): (dict(vars(module)), class_of(module)) for module in map(unwrapped, model.modules())}
+    known = {id(module): dict(vars(module)) for module in map(unwrapped, model.modules())}
 
     def note(module: Any, name: str) -> None:
         if name in _NAMES or id(module) not in known:
             return
-        before, kind = known[id(module)]
+        before = known[id(module)]
         table = object.__getattribute__(module, "__dict__")
         value = table.get(name, _NOTHING)
         if value is not before.get(name, _NOTHING):
             return  # the forward has assigned it
         if value is _NOTHING and name in table["_modules"]:
             table = table["_modules"]
-        elif value is _NOTHING and (hasattr(kind, name) or name in table["_parameters"] or name in table["_buffers"]):
+        elif value is _NOTHING and (hasattr(nn.Module, name) or name in {**table["_parameters"], **table["_buffers"]}):
             return
         places.setdefault((id(table), name), ValuePath(table, name))
 
@@ -129,11 +129,13 @@ class Guards:
         self, leaves: Sequence[Any], places: Sequence[ValuePath], reads: ValueReads, holders: Sequence[Any] = ()
     ) -> None:
         """The guards of a run whose arguments have these leaves, and which read these places, values and holders."""
-        kinds = (Tensor, FunctionType, nn.Module, *_WORDS)
+        kinds = (Tensor, nn.Module, *_WORDS)
         positions = [at for at, leaf in enumerate(leaves) if not (isinstance(leaf, kinds) or is_cache(leaf))]
         self.places = [*(ValuePath(None, at) for at in positions), *places]
         self.values = [place.now(leaves) for place in self.places]
-        inside = (x for holder in holders if isinstance(holder, CellType) for x in read(holder))
+        cells = (read(holder) for holder in holders if isinstance(holder, CellType))
+        classes = (vars(holder).values() for holder in holders if isinstance(holder, type))
+        inside = chain.from_iterable([*cells, *classes])
         self.held = reach(x for x in (*self.values, *inside) if not isinstance(x, nn.Module) and not callable(x))
         self.held |= {id(holder): (holder, read(holder)) for holder in holders}
         self.questions: Sequence[Question] = ()
@@ -279,8 +281,10 @@ def _equal(a: Any, b: Any, held: Contents) -> bool:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return (a.shape, a.dtype, a.requires_grad) == (b.shape, b.dtype, b.requires_grad)
-    if type(a) is not type(b) or isinstance(a, Tensor | nn.Module) or callable(a):
+    if type(a) is not type(b) or isinstance(a, Tensor | nn.Module):
         return False
+    if callable(a):
+        return _parts(a) is not None and _equal(_parts(a), _parts(b), held)
     b = held[id(b)][1] if id(b) in held else b
     a = read(a) if isinstance(b, dict) and not isinstance(a, dict) else a
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
@@ -293,10 +297,18 @@ def _equal(a: Any, b: Any, held: Contents) -> bool:
         return False
 
 
+def _parts(function: Any) -> tuple[Any, ...] | None:
+    """What makes a function of Python's, or a `partial`, what it is; None of others."""
+    if isinstance(function, FunctionType):
+        cells = tuple(map(read, function.__closure__ or ()))
+        return function.__code__, function.__defaults__, function.__kwdefaults__, cells
+    return (function.func, function.args, function.keywords) if isinstance(function, partial) else None
+
+
 def signature(leaf: Any, sizes: bool) -> Any:
     """What of a leaf of the arguments is always looked at; numbers and objects have places of their own."""
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape) if sizes else leaf.dim(), leaf.dtype, leaf.requires_grad
+        return tuple(leaf.shape) if sizes else leaf.dim(), leaf.dtype, leaf.requires_grad, leaf.is_contiguous()
     if isinstance(leaf, FunctionType | MethodType):
         return leaf.__code__ if isinstance(leaf, FunctionType) else leaf.__func__
     return (type(leaf), leaf) if isinstance(leaf, _WORDS) else type(leaf)

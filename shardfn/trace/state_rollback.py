@@ -121,10 +121,10 @@ class ReachableState:
         for value, held in self._found.values():
             if isinstance(value, FunctionType) and _is_own(value):
                 namespace, cells = value.__globals__, value.__closure__ or ()
-                names |= {(id(namespace), name): (namespace, name) for name, x in held.items() if _is_value(x)}
+                names |= {(id(namespace), name): (namespace, name) for name, x in held.items() if _may_change(x)}
                 kinds = (x if issubclass(type(x), type) else type(x) for x in held.values())
                 holders |= {id(kind): kind for kind in kinds if _is_own(kind)}
-                holders |= {id(cell): cell for cell in cells if all(map(_is_value, read(cell)))}
+                holders |= {id(cell): cell for cell in cells if all(map(_may_change, read(cell)))}
                 defaults = (x for x in value.__defaults__ or () if _is_value(x) and read(x) is not None)
                 holders |= {id(default): default for default in defaults}
         return [*names.values()], [*holders.values()]
@@ -151,6 +151,11 @@ def _is_own(kind: Any) -> bool:
 def _is_value(x: Any) -> bool:
     """Whether it is no function, class or module, nor a tensor."""
     return not (callable(x) or isinstance(x, ModuleType | Tensor))
+
+
+def _may_change(x: Any) -> bool:
+    """The same, or a function that may be bound anew."""
+    return _is_value(x) or isinstance(x, FunctionType | partial)
 
 
 def reach(values: Iterable[Any], back: _Back | None = None) -> Contents:
