@@ -134,8 +134,9 @@ class Guards:
         self.places = [*(ValuePath(None, at) for at in positions), *places]
         self.values = [place.now(leaves) for place in self.places]
         cells = (read(holder) for holder in holders if isinstance(holder, CellType))
-        classes = (vars(holder).values() for holder in holders if isinstance(holder, type))
-        inside = chain.from_iterable([*cells, *classes])
+        classes = (vars(holder).items() for holder in holders if isinstance(holder, type))
+        of_classes = (x for name, x in chain.from_iterable(classes) if not name.startswith("__"))
+        inside = chain(chain.from_iterable(cells), of_classes)
         self.held = reach(x for x in (*self.values, *inside) if not isinstance(x, nn.Module) and not callable(x))
         self.held |= {id(holder): (holder, read(holder)) for holder in holders}
         self.questions: Sequence[Question] = ()
@@ -245,7 +246,7 @@ class Guards:
         kept = [(p, v) for p, v in zip(self.places, self.values, strict=True) if p.key not in self.loose]
         for at, (value, held) in list(self.held.items()):
             names = {name for table, name in self.loose if isinstance(held, dict) and table == id(_table(value))}
-            if names:  # the others by themselves
+            if names and _table(value) is not None:  # the others by themselves
                 del self.held[at]
                 kept += [(ValuePath(_table(value), name), x) for name, x in held.items() if name not in names]
         self.places, self.values = [place for place, _ in kept], [value for _, value in kept]
