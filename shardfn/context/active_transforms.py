@@ -265,7 +265,7 @@ class Recording:
         Raises:
             ShardError: `of` is something that the step has computed.
         """
-        if id(of) not in self.inputs:
+        if id(of) not in self.inputs or _torch.version_of(of):  # which has been written
             why = f"{what} is a function of Python, and of a step that is computed inside of the compiled one"
             raise ShardError(f"{why}; use a number, or one update in each compiled step")
         with _torch.outside_modes():

@@ -220,8 +220,7 @@ class _Elementwise:
                 for before, tree in zip(state[1:], after[1:], strict=True):
                     for name, slot in tree.items():
                         unwrap_local(before[name]).copy_(unwrap_local(slot))
-                return params, state._replace(step=state.step + 1)
-            for options, names in members:
+            for options, names in members if not has_no_memory() else ():
                 slots = [getattr(state, slot) for slot in self.rule.slots(options)]
                 columns = [unwrap_locals(base.leaves_of(tree, names)) for tree in (params, grads, *slots)]
                 for same in in_one_dtype(merged(columns), self.rule.least):

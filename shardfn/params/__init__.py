@@ -6,7 +6,7 @@ module, see `transforms`.
 """
 
 from shardfn.params import initialize, sharding
-from shardfn.params.batches import Mean, local_batch, rank
+from shardfn.params.batches import Mean, local_batch, parts_of, rank
 from shardfn.params.initialize import NewTree, Origin, agreed_plan
 from shardfn.params.local_trees import Across, entered, left, lower, over_params
 from shardfn.params.reshard import reshard

@@ -88,7 +88,8 @@ def local_batch(batch: Any, mesh: DeviceMesh, policy: Policy | None = None) -> A
         the same structure with views of the tensors.
 
     Raises:
-        ShardError: a dim 0 that the number of data ranks does not divide, or a tensor without dims; all at once.
+        ShardError: a dim 0 that the number of data ranks does not divide, that is longer in one tensor than in another,
+            or is not there.
         TypeError: an array that is no tensor, a DTensor, and what `rank` raises.
 
     Communication: none.
@@ -99,21 +100,31 @@ def local_batch(batch: Any, mesh: DeviceMesh, policy: Policy | None = None) -> A
         if isinstance(leaf, DTensor) or (hasattr(leaf, "__array__") and not isinstance(leaf, Tensor)):
             wanted = "expected plain tensors, the same on every rank"
             raise TypeError(f"local_batch: batch{name} is a {type(leaf).__name__}; {wanted}")
-    tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
-    raise_problems("local_batch", [why for name, leaf in tensors if (why := _indivisible(name, leaf, count))])
-    return pytree.tree_map(lambda leaf: _part(leaf, index, count), batch)
+    return parts_of("local_batch", batch, count, f"split over {count} data ranks")[index]
 
 
-def _part(leaf: Any, index: int, count: int) -> Any:
-    return leaf.unflatten(0, (count, -1)).select(0, index) if isinstance(leaf, Tensor) and len(leaf) else leaf
+def parts_of(verb: str, batch: Any, count: int, how: str) -> list[Any]:
+    """A batch cut on dim 0 into equal parts; `how`: what is done to that dim.
+
+    Raises:
+        ShardError: a dim 0 that does not divide, tensors of other lengths, or without dims; all at once.
+    """
+    leaves, spec = pytree.tree_flatten_with_path(batch)
+    named = [(f"batch{pytree.keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
+    problems = [why for name, leaf in named if (why := _indivisible(name, leaf, count, how))]
+    if not problems and len({len(leaf) for _, leaf in named}) > 1:
+        lengths = ", ".join(f"{name}: {len(leaf)}" for name, leaf in named)
+        problems = [f"dim 0 is {how}, and has other lengths ({lengths}); pass what is not of samples outside the batch"]
+    raise_problems(verb, problems)
+    cut = [x.unflatten(0, (count, -1)) if isinstance(x, Tensor) and len(x) else [x] * count for _, x in leaves]
+    return [pytree.tree_unflatten([pieces[at] for pieces in cut], spec) for at in range(count)]
 
 
-def _indivisible(name: str, leaf: Tensor, count: int) -> str | None:
+def _indivisible(name: str, leaf: Tensor, count: int, how: str) -> str | None:
     if not leaf.ndim:
-        return f"batch{name} has no dims, so there is no dim 0 to split; pass it outside the batch, or as a number"
+        return f"{name} has no dims, so there is no dim 0 to split; pass it outside the batch, or as a number"
     size = leaf.shape[0]
     if size % count == 0:
         return None
-    whole = size - size % count
-    why = f"dim 0 is split over {count} data ranks, {size} % {count} = {size % count}"
-    return f"batch{name} has shape {tuple(leaf.shape)}; {why}. Use {whole or count} or {whole + count} samples."
+    whole, why = size - size % count, f"dim 0 is {how}, {size} % {count} = {size % count}"
+    return f"{name} has shape {tuple(leaf.shape)}; {why}. Use {whole or count} or {whole + count} samples."

@@ -507,7 +507,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"tree.cast: {dtype!r} is no dtype, as torch.bfloat16 is")
-    return map_local(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+    return map_local(lambda x: x.to(dtype, copy=True) if x.is_floating_point() else x, tree)
 
 
 def lerp(start: Any, end: Any, weight: float) -> Any:

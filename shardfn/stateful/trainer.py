@@ -24,7 +24,7 @@ from shardfn.comm import agree, failing_together, require_own_part
 from shardfn.context import having
 from shardfn.layout import Plan, Policy, make_mesh, planning
 from shardfn.notation import ShardError
-from shardfn.params import Mean, Params, initialize, map_local, sharding
+from shardfn.params import Mean, Params, initialize, map_local, parts_of, sharding
 from shardfn.stateful.extra_state import OTHERS, load_into, memory_for, to_save
 from shardfn.stateful.module_shards import adopt, install, require_no_gradients, taken_over, whole_in_place
 from shardfn.stateful.torch_optimizers import DRIVERS, refuse_held_back
@@ -173,7 +173,8 @@ class Trainer(nn.Module):
         params = self.params
         _require_flags(params)
         self._held.lend(params)
-        parts = _microbatches(batch, self.accumulate)
+        count = self.accumulate
+        parts = [batch] if count == 1 else parts_of("Trainer.step", batch, count, f"cut into accumulate={count} parts")
         with having(self, _differentiates=True), torch.no_grad():  # nobody differentiates the gradients
             loss, grads = self._loss_and_grads(params, parts)
         self._held.keep_buffers(self.module, params.buffers)
@@ -534,16 +535,3 @@ def _advance(scaler: torch.amp.GradScaler, norm: Tensor) -> bool:
 
 def _scaled(loss: Tensor, grads: Params, factor: Tensor) -> tuple[Tensor, Params]:
     return loss * factor.to(loss.dtype), map_local(lambda g: g * factor.to(g.dtype), grads)
-
-
-def _microbatches(batch: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
-    """The batch cut on dim 0 into equal parts."""
-    if count == 1:
-        return [batch]
-    leaves, spec = pytree.tree_flatten(batch)
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and (not leaf.dim() or leaf.shape[0] % count):
-            size = leaf.shape[0] if leaf.dim() else "no dim"
-            raise ShardError(f"Trainer.step: accumulate={count} parts of {tuple(leaf.shape)}, {size} % {count}")
-    cut = [leaf.chunk(count) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
-    return [pytree.tree_unflatten([pieces[i] for pieces in cut], spec) for i in range(count)]

@@ -72,6 +72,12 @@ class ReachableState:
                     _follow(value, _DEPTH, self._found, back=self._back)
         for value in (*methods, *hooks, *roots):
             _follow(value, _DEPTH, self._found, back=self._back)
+        functions = [held for value, held in self._found.values() if isinstance(value, FunctionType) and _is_own(value)]
+        for kind in dict.fromkeys([*users_classes(model), *_classes_of(chain.from_iterable(map(_items, functions)))]):
+            self._found[id(kind)] = kind, read(kind)
+            for name, value in vars(kind).items() if _is_own(kind) else ():
+                if not name.startswith("__"):
+                    _follow(value, _DEPTH, self._found, back=self._back)
         self._of_caches: Contents = {}  # which keep parts for the next call
         for value, _ in list(self._found.values()):
             if is_cache(value):
@@ -120,10 +126,9 @@ class ReachableState:
         holders: dict[int, Any] = {id(cls): cls for cls in users_classes(model) if _is_own(cls)}
         for value, held in self._found.values():
             if isinstance(value, FunctionType) and _is_own(value):
-                namespace, cells = value.__globals__, value.__closure__ or ()
-                names |= {(id(namespace), name): (namespace, name) for name, x in held.items() if _may_change(x)}
-                kinds = (x if issubclass(type(x), type) else type(x) for x in held.values())
-                holders |= {id(kind): kind for kind in kinds if _is_own(kind)}
+                cells, read_ = value.__closure__ or (), list(_read_from(value))
+                names |= {(id(space), name): (space, name) for space, name in read_ if _may_change(space[name])}
+                holders |= {id(kind): kind for kind in _classes_of(held.values())}
                 holders |= {id(cell): cell for cell in cells if all(map(_may_change, read(cell)))}
                 defaults = (x for x in value.__defaults__ or () if _is_value(x) and read(x) is not None)
                 holders |= {id(default): default for default in defaults}
@@ -141,11 +146,10 @@ def _put_back(contents: Iterable[tuple[Any, Any]], back: _Back) -> list[tuple[An
 
 
 def _is_own(kind: Any) -> bool:
-    """Whether a class or a function is of a program of the user's."""
-    module = kind.__module__ or "builtins"
+    """Whether a class, a function or a module is of a program of the user's."""
+    module = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__ or "builtins"
     file = getattr(sys.modules.get(module), "__file__", None) or ""
-    installed = "site-packages" in file or module.partition(".")[0] in sys.stdlib_module_names
-    return not (installed or _is_foreign(kind))
+    return not ("site-packages" in file or module.partition(".")[0] in sys.stdlib_module_names | _FOREIGN)
 
 
 def _is_value(x: Any) -> bool:
@@ -218,9 +222,8 @@ def read(value: Any) -> Any:
         return [None]
     if isinstance(value, type):
         return dict(vars(value))
-    if isinstance(value, FunctionType):  # of what is its module's
-        namespace = {} if _is_foreign(value) else value.__globals__
-        return {name: namespace[name] for name in _names(value.__code__) if name in namespace}
+    if isinstance(value, FunctionType):
+        return {(id(space), name): space[name] for space, name in _read_from(value)}
     if (memory := _memory(value)) is not None:
         return {memory}
     if isinstance(value, tuple | MethodType | partial) or _is_foreign(type(value)) or not has_attributes(type(value)):
@@ -249,7 +252,14 @@ def _write(value: Any, held: Any) -> None:
         else:
             del value.cell_contents
     elif isinstance(value, FunctionType):
-        value.__globals__.update(held)
+        for space, name in _read_from(value):
+            space[name] = held.get((id(space), name), space[name])
+    elif isinstance(value, type):
+        for name, item in read(value).items():
+            if name in held and held[name] is not item:
+                setattr(value, name, held[name])
+            elif name not in held:
+                delattr(value, name)
     else:
         for name in read(value).keys() - held.keys():
             object.__delattr__(value, name)
@@ -355,6 +365,20 @@ def users_classes(model: nn.Module) -> list[type]:
     """The classes of a model's modules, and what they inherit, that are not of a library."""
     kinds = {cls: None for module in model.modules() for cls in class_of(unwrapped(module)).__mro__}
     return [cls for cls in kinds if not _is_foreign(cls)]
+
+
+def _read_from(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
+    """(namespace, name) of what a function names that is there: in its own module, and in others of the user's."""
+    own = {} if _is_foreign(function) else function.__globals__
+    names = [*_names(function.__code__)]
+    modules = [own[name] for name in names if isinstance(own.get(name), ModuleType)]
+    for space in (own, *(vars(module) for module in modules if _is_own(module))):
+        yield from ((space, name) for name in names if name in space)
+
+
+def _classes_of(values: Iterable[Any]) -> list[type]:
+    """The classes of the user's among values, and those of the others."""
+    return [kind for x in values if _is_own(kind := x if issubclass(type(x), type) else type(x))]
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -575,7 +575,7 @@ def second_order(opt: Optimizer, params: Any, grads: Any) -> dict[str, tuple[Ten
 def test_trees_that_do_not_go_together(mesh: DeviceMesh) -> None:
     params = sf.shard(make_model(), mesh, POLICY)
     places = grid_of(params.mesh, params.plan.roles.storage)
-    spec = leaf_spec(params.plan, places, "norm.weight", pending=True)
+    spec = leaf_spec(params.plan, places, "norm.weight", pending="sum")
     pending = params.like({**params, "norm.weight": wrap_local(unwrap_local(params["norm.weight"]), spec)})
     moved = sf.reshard(params, replace(POLICY, rules={**POLICY.rules, "head.*": "..."}))
     plain = {name: torch.ones(leaf.shape) for name, leaf in params.items()}

@@ -91,8 +91,16 @@ def test_accumulated_microbatches_equal_one_batch(mesh: DeviceMesh) -> None:
     batch = sf.data.local_batch(tokens(), mesh)
     assert_parity({"loss": trainer.step(*batch)["loss"]}, {"loss": whole.step(*batch)["loss"]})
     assert_parity(_full(trainer), _full(whole))
-    with pytest.raises(sf.ShardError, match=r"accumulate=3 parts of \(4, 5\), 4 % 3"):
+    with pytest.raises(
+        sf.ShardError, match=r"batch\[0\] has shape \(4, 5\); dim 0 is cut into accumulate=3 parts, 4 % 3"
+    ):
         trainer.step(*(t[:4] for t in batch))
+    for weights, says in (
+        (torch.ones(3), r"has other lengths \(batch\[0\]: 6, batch\[1\]: 6, batch\[2\]: 3\)"),
+        (torch.tensor(1.0), "or as a number"),
+    ):
+        with pytest.raises(sf.ShardError, match=says):
+            trainer.step(*batch, weights)
 
 
 @pytest.mark.everyday(1)
