@@ -368,12 +368,13 @@ def users_classes(model: nn.Module) -> list[type]:
 
 
 def _read_from(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
-    """(namespace, name) of what a function names that is there: in its own module, and in others of the user's."""
+    """(namespace, name) of what a function names that its module has, or another one of the user's; of its attributes."""
     own = {} if _is_foreign(function) else function.__globals__
     names = [*_names(function.__code__)]
     modules = [own[name] for name in names if isinstance(own.get(name), ModuleType)]
     for space in (own, *(vars(module) for module in modules if _is_own(module))):
         yield from ((space, name) for name in names if name in space)
+    yield from ((vars(function), name) for name in vars(function))
 
 
 def _classes_of(values: Iterable[Any]) -> list[type]:
