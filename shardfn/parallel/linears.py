@@ -104,8 +104,8 @@ class Layer:
         y = self.axes.note_source(y, f"module {self.name}", self.name if split else None)
         for axis in reversed(split) if self.gathers else ():
             y = self.axes.join(y, axis, dim, parts[axis].runs)
-        extent = self.layout("weight").shape[BIAS_DIM[self.module.kind]]
-        if split and self.gathers and y.shape[dim] != extent:
+        extent = self.layout("weight").shape[BIAS_DIM[self.module.kind]] if split and self.gathers else y.shape[dim]
+        if y.shape[dim] != extent:
             with self.axes.hidden():
                 y = y.narrow(dim, 0, extent)  # without padding
         return y

@@ -4,6 +4,7 @@ Batches are split over the data axes only: ranks along a compute axis (`tp`) wor
 communicates.
 """
 
+from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -100,24 +101,27 @@ def local_batch(batch: Any, mesh: DeviceMesh, policy: Policy | None = None) -> A
         if isinstance(leaf, DTensor) or (hasattr(leaf, "__array__") and not isinstance(leaf, Tensor)):
             wanted = "expected plain tensors, the same on every rank"
             raise TypeError(f"local_batch: batch{name} is a {type(leaf).__name__}; {wanted}")
-    return parts_of("local_batch", batch, count, f"split over {count} data ranks")[index]
+    return parts_of("local_batch", batch, count, f"split over {count} data ranks")(index)
 
 
-def parts_of(verb: str, batch: Any, count: int, how: str) -> list[Any]:
-    """A batch cut on dim 0 into equal parts; `how`: what is done to that dim.
+def parts_of(verb: str, batch: Any, count: int, how: str) -> Callable[[int], Any]:
+    """The parts of a batch that is cut on dim 0 into equal ones; `how`: what is done to that dim.
 
     Raises:
         ShardError: a dim 0 that does not divide, tensors of other lengths, or without dims; all at once.
     """
-    leaves, spec = pytree.tree_flatten_with_path(batch)
+    leaves, _ = pytree.tree_flatten_with_path(batch)
     named = [(f"batch{pytree.keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
     problems = [why for name, leaf in named if (why := _indivisible(name, leaf, count, how))]
-    if not problems and len({len(leaf) for _, leaf in named}) > 1:
+    if not problems and len({len(leaf) for _, leaf in named} - {0}) > 1:
         lengths = ", ".join(f"{name}: {len(leaf)}" for name, leaf in named)
         problems = [f"dim 0 is {how}, and has other lengths ({lengths}); pass what is not of samples outside the batch"]
     raise_problems(verb, problems)
-    cut = [x.unflatten(0, (count, -1)) if isinstance(x, Tensor) and len(x) else [x] * count for _, x in leaves]
-    return [pytree.tree_unflatten([pieces[at] for pieces in cut], spec) for at in range(count)]
+    return lambda at: pytree.tree_map(lambda leaf: _part(leaf, at, count), batch)
+
+
+def _part(leaf: Any, index: int, count: int) -> Any:
+    return leaf.unflatten(0, (count, -1)).select(0, index) if isinstance(leaf, Tensor) and len(leaf) else leaf
 
 
 def _indivisible(name: str, leaf: Tensor, count: int, how: str) -> str | None:

@@ -174,7 +174,8 @@ class Trainer(nn.Module):
         _require_flags(params)
         self._held.lend(params)
         count = self.accumulate
-        parts = [batch] if count == 1 else parts_of("Trainer.step", batch, count, f"cut into accumulate={count} parts")
+        part = parts_of("Trainer.step", batch, count, f"cut into accumulate={count} parts") if count > 1 else None
+        parts = [batch] if part is None else [*map(part, range(count))]
         with having(self, _differentiates=True), torch.no_grad():  # nobody differentiates the gradients
             loss, grads = self._loss_and_grads(params, parts)
         self._held.keep_buffers(self.module, params.buffers)

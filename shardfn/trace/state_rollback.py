@@ -368,7 +368,7 @@ def users_classes(model: nn.Module) -> list[type]:
 
 
 def _read_from(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
-    """(namespace, name) of what a function names that its module has, or another one of the user's; of its attributes."""
+    """(namespace, name) of what a function names that its module or one of the user's has; of its attributes."""
     own = {} if _is_foreign(function) else function.__globals__
     names = [*_names(function.__code__)]
     modules = [own[name] for name in names if isinstance(own.get(name), ModuleType)]

@@ -87,7 +87,7 @@ def pending_on_a_rank(case: Case, params: sf.Params, places: Grid, typed: bool) 
             junk = torch.where(inside == 0, torch.full_like(whole, 3), whole)
             wholes.append(local_slice(leaf, junk, places.sizes, places.coords, plan.roles.compute))
         if typed:
-            specs = [leaf_spec(plan, places, leaf.name, pending=True) for leaf in layout.leaves]
+            specs = [leaf_spec(plan, places, leaf.name, pending="sum") for leaf in layout.leaves]
             out |= {leaf.name: wrap_local(x, spec) for leaf, x, spec in zip(layout.leaves, wholes, specs, strict=True)}
         else:
             out[layout.name] = compute_view(layout, wholes)
@@ -513,7 +513,7 @@ def counts_on_a_rank(fsdp: int, tp: int) -> dict[str, Any]:
     pending = {n: torch.ones_like(x) for n, x in params.items()}
     places = grid_of(params.mesh, params.plan.roles.storage)
     for name in pending:
-        spec = leaf_spec(params.plan, places, name, pending=True)
+        spec = leaf_spec(params.plan, places, name, pending="sum")
         leaf = params.plan.leaves[name][1]
         shape = leaf.local_shape(places.sizes, places.coords, params.plan.roles.compute)
         pending[name] = wrap_local(torch.ones(shape), spec)
@@ -637,7 +637,7 @@ def test_reduce_dtype() -> None:
 def pending_tree_on_a_rank(verb: str) -> None:
     params = sf.shard({"w": torch.zeros(4, 2)}, make_mesh(fsdp=2), sf.Policy())
     places = grid_of(params.mesh, params.plan.roles.storage)
-    tree = params.like({"w": wrap_local(torch.zeros(4, 2), leaf_spec(params.plan, places, "w", pending=True))})
+    tree = params.like({"w": wrap_local(torch.zeros(4, 2), leaf_spec(params.plan, places, "w", pending="sum"))})
     sf.gather(tree) if verb == "gather" else sf.reshard(tree, sf.Policy(default="replicate"))
 
 
