@@ -6,6 +6,7 @@ versions), `memory`, `groups` (process groups), `autograd`, `transforms` (`torch
 here: anything that knows of a plan.
 """
 
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,8 +21,8 @@ from shardfn._torch.dispatch import outside_dispatch, outside_functions, outside
 from shardfn._torch.groups import COMPILES_EXCHANGES, HashStore, all_gather_single, all_to_all_single, close_connections
 from shardfn._torch.groups import default_store, exchanging, gathering, group_named, group_of, is_of_peers
 from shardfn._torch.groups import reduce_scatter_single, scattering_sum, summing, waited
-from shardfn._torch.memory import address_of, base_of, chunk_cat, copy_each, foreach, fused, holds_data, set_storage
-from shardfn._torch.memory import storage_key, storage_uses, tensor_over, wraps
+from shardfn._torch.memory import address_of, base_of, chunk_cat, copy_each, foreach, fused, holds_data
+from shardfn._torch.memory import set_storage, storage_key, storage_uses, tensor_over, wraps
 from shardfn._torch.modules import Compiler, IncompatibleKeys, attributes_read, buffers_of, call_uncompiled
 from shardfn._torch.modules import call_wrapped, children_of, compiler_of, compiler_of_wrapped, convolves_plainly
 from shardfn._torch.modules import forward_hooks, function_of_custom, has_forward_hooks, init_of, left_by_dynamo

@@ -33,8 +33,7 @@ def base_name(operation: Any) -> str:
 
 def named_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """What an operation is given, by the names of its arguments."""
-    names = [argument.name for argument in operation._schema.arguments]
-    return dict(zip(names, args, strict=False)) | kwargs
+    return dict(zip([argument.name for argument in operation._schema.arguments], args, strict=False)) | kwargs
 
 
 def masks_pick_all() -> AbstractContextManager[None]:

@@ -102,8 +102,7 @@ def own_forward(module: nn.Module) -> Forward:
         return _torch.call_wrapped
     if patched is None:
         kind = class_of(module)
-        is_static = isinstance(inspect.getattr_static(kind, "forward"), staticmethod)
-        return _bound if is_static else kind.forward
+        return _bound if isinstance(inspect.getattr_static(kind, "forward"), staticmethod) else kind.forward
     return patched.__func__ if isinstance(patched, MethodType) and patched.__self__ is module else _bound
 
 

@@ -232,8 +232,7 @@ def _converted(model: Any, known: list[str], stored: Shapes) -> tuple[dict[str, 
     groups: dict[str, Any] = {}
     left = []
     for name in sorted(stored, key=loading.dot_natural_key):
-        prefix = model.base_model_prefix
-        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, have)
+        target, pattern = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, have)
         if target not in have and name in have:
             target, pattern = name, None
         if target not in have:

@@ -120,8 +120,7 @@ def _draw(view: TensorView) -> list[str]:
 def _draw_grid(canvas: _Canvas, xs: Sequence[int], ys: Sequence[int]) -> None:
     for i, y in enumerate(ys):
         start, cross, end = "┌┬┐" if i == 0 else "└┴┘" if y == ys[-1] else "├┼┤"
-        middle = cross.join("─" * (b - a - 1) for a, b in pairwise(xs))
-        canvas.put(y, xs[0], start + middle + end)
+        canvas.put(y, xs[0], start + cross.join("─" * (b - a - 1) for a, b in pairwise(xs)) + end)
     for y in set(range(ys[0], ys[-1])) - set(ys):
         for x in xs:
             canvas.put(y, x, "│")

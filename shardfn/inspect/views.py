@@ -67,8 +67,7 @@ def segments(
         return (Segment(start, start + n, tuple(index.items())) for start, n, _ in runs(extent, ranges))
 
     every = map(of_rank, product(*(range(sizes[axis]) for axis in axes)))
-    neighbours = groupby(heapq.merge(*every, key=attrgetter("start")), key=attrgetter("at"))
-    for at, run in neighbours:
+    for at, run in groupby(heapq.merge(*every, key=attrgetter("start")), key=attrgetter("at")):
         held = list(run)
         yield Segment(held[0].start, held[-1].stop, at)
 
@@ -173,8 +172,7 @@ def dtype_text(dtype: torch.dtype) -> str:
     >>> [dtype_text(d) for d in (torch.bfloat16, torch.uint8, torch.bool, torch.float8_e4m3fn)]
     ['bf16', 'u8', 'bool', 'f8e4m3fn']
     """
-    name = str(dtype).removeprefix("torch.")
-    return re.sub(r"^(bf|f|u|i|c)(?:loat|int|nt|omplex)(\d+)_?", r"\1\2", name)
+    return re.sub(r"^(bf|f|u|i|c)(?:loat|int|nt|omplex)(\d+)_?", r"\1\2", str(dtype).removeprefix("torch."))
 
 
 def _type_text(dtype: torch.dtype, rule: str, pending: Sequence[str]) -> str:

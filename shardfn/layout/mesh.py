@@ -99,8 +99,7 @@ def roles(axes: Sequence[str], batch: Sequence[str]) -> Roles:
     """Sort mesh axes by the batch patterns of a policy; each keeps the mesh's order."""
     data = tuple(axis for axis in axes if is_batch_axis(axis, batch))
     compute = tuple(axis for axis in axes if axis not in data)
-    shardable = tuple(axis for axis in data if not is_batch_axis(axis, BATCH_ONLY))
-    return Roles(compute, data, shardable)
+    return Roles(compute, data, tuple(axis for axis in data if not is_batch_axis(axis, BATCH_ONLY)))
 
 
 def make_mesh(device_type: str | None = None, /, *unnamed: Any, **axes: int) -> DeviceMesh:

@@ -197,8 +197,7 @@ def kind_of(module: nn.Module) -> str:
     """
     cls = class_of(module)
     names = {attribute.partition("[")[0] for attribute in dict.keys(parameters_of(unwrapped(module)))}  # also of shards
-    reads_weight = issubclass(cls, nn.MultiheadAttention) or "weight" in names
-    if not reads_weight or patched_forward(module) is not None:
+    if not (issubclass(cls, nn.MultiheadAttention) or "weight" in names) or patched_forward(module) is not None:
         return "other"
     if _forward_owner(module) in _TRANSPOSED:
         return "transposed linear"

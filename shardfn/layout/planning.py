@@ -228,8 +228,7 @@ def _where_placed(draft: Draft, param: ParamInfo, spec: Spec, source: str) -> Pa
                 why = f"split unevenly, {param.shape[dim]} % {over} = {param.shape[dim] % over}"
                 raise ShardError(f"it is a DTensor whose dim {dim} is {why}; let parallelize_module leave it whole")
             outer, *others = dims[dim].factors
-            split = replace(outer, axes=(axis, *outer.axes))
-            dims[dim] = Dim((Block((split, *others)),))
+            dims[dim] = Dim((Block((replace(outer, axes=(axis, *outer.axes)), *others)),))
     return parse(str(replace(spec, dims=tuple(dims)))), f"{source}, on a DTensor"
 
 

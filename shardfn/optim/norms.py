@@ -249,8 +249,7 @@ def _clip_parts(grads: Params, names: Sequence[str], max_norm: float) -> tuple[P
 
     axes = {name: lowered.plan.leaves[name][1].axes for name in names}
     scaled = {name: lowered[name] * factor_for(axes[name]).to(lowered[name].dtype) for name in names}
-    clipped = lowered.like({**lowered, **scaled})
-    return left(clipped), into_losses(norm, lowered.mesh, lowered.plan.roles.data)
+    return left(lowered.like({**lowered, **scaled})), into_losses(norm, lowered.mesh, lowered.plan.roles.data)
 
 
 def require_positive(verb: str, max_norm: float) -> None:

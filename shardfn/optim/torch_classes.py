@@ -194,8 +194,7 @@ class _FromTorch:
         names = self._checked("from_torch.step", params, grads, state)
         base.require_outside("from_torch.step", params, grads)
         with torch.no_grad():
-            weights = {name: self._view(params[name]) for name in names}
-            after = self._advance(params, grads, state, weights)
+            after = self._advance(params, grads, state, {name: self._view(params[name]) for name in names})
         state.step.copy_(after.step)  # a state that is used again goes on
         state.slots.update(after.slots)
         state.scalars.update(after.scalars)

@@ -96,8 +96,7 @@ def local_batch(batch: Any, mesh: DeviceMesh, policy: Policy | None = None) -> A
     Communication: none.
     """
     index, count = rank(mesh, policy)
-    named = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(batch)[0]]
-    for name, leaf in named:
+    for name, leaf in [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(batch)[0]]:
         if isinstance(leaf, DTensor) or (hasattr(leaf, "__array__") and not isinstance(leaf, Tensor)):
             wanted = "expected plain tensors, the same on every rank"
             raise TypeError(f"local_batch: batch{name} is a {type(leaf).__name__}; {wanted}")

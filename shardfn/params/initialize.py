@@ -265,8 +265,7 @@ def _filled(module: nn.Module, path: str, init: Init, seed: int, device: torch.d
     filled: dict[int, Tensor] = {}
     for attribute, meta in (item for tensors in tables for item in tensors.items()):
         if meta is not None and meta.is_meta and id(meta) not in filled:
-            name = f"{path}.{attribute}".removeprefix(".")
-            filled[id(meta)] = _checked(name, getattr(copy, attribute), meta)
+            filled[id(meta)] = _checked(f"{path}.{attribute}".removeprefix("."), getattr(copy, attribute), meta)
     return filled
 
 

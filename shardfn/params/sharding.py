@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from shardfn import comm, layout
 from shardfn._torch import holds_data, in_transform, unwrap_local, watch_backward, wrap_local
@@ -350,7 +350,5 @@ def _is_pending(name: str, grad: DTensor, owner: Params, grid: Grid, was_pending
         )
     raise ShardError(
         f"reduce_grads: '{name}' has shape {tuple(grad.shape)} and placements {grad.placements}; the parameter has "
-        f"{tuple(reduced.shape)} and {reduced.placements}, its pending gradient {pending.placements}"
-        + ". Write g.sum(0) for the mean over samples, and divide by their number"
-        * (Partial("avg") in grad.placements)
+        f"{tuple(reduced.shape)} and {reduced.placements}, its pending gradient {pending.placements} (like=params?)"
     )

@@ -244,8 +244,7 @@ class Trainer(nn.Module):
 
         Communication: see `sf.checkpoint.save`.
         """
-        others = self._with_scaler(others)
-        saved = {name: to_save(other, name, self.params) for name, other in others.items()}
+        saved = {name: to_save(other, name, self.params) for name, other in self._with_scaler(others).items()}
         path = Path(directory) / directories.STEP.format(self.steps)
         state = self._state() | {OTHERS: {name: tensors for name, (tensors, _) in saved.items()}}
         return directories.save(path, state, self.mesh, notes={name: notes for name, (_, notes) in saved.items()})

@@ -13,5 +13,5 @@ the forward reads a head count from the configuration. Errors about sizes that d
 from shardfn.trace.guards import Guards, Structure, Watch, signature
 from shardfn.trace.meta_values import is_cache, is_filled, snapshot
 from shardfn.trace.shape_trace import ShapeTrace
-from shardfn.trace.state_rollback import ReachableState
+from shardfn.trace.state_rollback import ReachableState, all_in
 from shardfn.trace.traced_plan import plan

@@ -211,8 +211,7 @@ def _of_tensors(index: Any) -> Any:
     """An index with tensors for the lists of numbers in it, of which a shape-only trace sees what is in them."""
     if isinstance(index, tuple):
         return tuple(_of_tensors(at) if isinstance(at, list) else at for at in index)
-    plain = bool(index) and all(type(at) is int for at in index)
-    return torch.tensor(index).to("meta") if plain else index
+    return torch.tensor(index).to("meta") if index and all(type(at) is int for at in index) else index
 
 
 # -- what leaves a run ------------------------------------------------------------------------------------------------

@@ -184,8 +184,7 @@ def _slice(op: Operation, part: Part) -> Part:
 @rule_for("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "tensor_split")
 @_moving
 def _pieces(op: Operation, part: Part) -> Parts:
-    x = op.args[0]
-    dim = op.given(2, "dim", 0) % x.dim()
+    dim = op.given(2, "dim", 0) % op.args[0].dim()
     if dim != part.dim:
         return [part] * len(op.results)
     lengths = [piece.shape[dim] for piece in op.results]

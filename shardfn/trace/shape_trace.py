@@ -99,7 +99,7 @@ class ShapeTrace:
         """What has to be as it was in the last run, for a call with these leaves; None: what is drawn may decide."""
         if self._reached.draws:
             return None
-        names, holders = self._reached.outside(self.model)
+        names, holders = self._reached.outside()
         places = {(id(table), name): ValuePath(table, name) for table, name in names}
         return Guards(leaves, [*(places | self.reads).values()], self.value_reads, holders)
 

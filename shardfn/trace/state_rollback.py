@@ -72,12 +72,14 @@ class ReachableState:
                     _follow(value, _DEPTH, self._found, back=self._back)
         for value in (*methods, *hooks, *roots):
             _follow(value, _DEPTH, self._found, back=self._back)
-        functions = [held for value, held in self._found.values() if isinstance(value, FunctionType) and _is_own(value)]
-        for kind in dict.fromkeys([*users_classes(model), *_classes_of(chain.from_iterable(map(_items, functions)))]):
+        self._functions = [x for x, _ in self._found.values() if isinstance(x, FunctionType) and _is_own(x)]
+        named = (space[name] for function in self._functions for space, name in _read_from(function))
+        kinds = (x if issubclass(type(x), type) else type(x) for x in named)
+        self._classes = dict.fromkeys(kind for kind in chain(users_classes(model), kinds) if _is_own(kind))
+        for kind in self._classes:
             self._found[id(kind)] = kind, read(kind)
-            for name, value in vars(kind).items() if _is_own(kind) else ():
-                if not name.startswith("__"):
-                    _follow(value, _DEPTH, self._found, back=self._back)
+            for name, value in vars(kind).items():
+                _follow(value, 0 if name.startswith("__") else _DEPTH, self._found, back=self._back)
         self._of_caches: Contents = {}  # which keep parts for the next call
         for value, _ in list(self._found.values()):
             if is_cache(value):
@@ -117,21 +119,19 @@ class ReachableState:
             _put_back(self._found.values(), self._back)
             yield
 
-    def outside(self, model: nn.Module) -> tuple[list[tuple[Any, str]], list[Any]]:
+    def outside(self) -> tuple[list[tuple[Any, str]], list[Any]]:
         """What functions that a forward may call read from outside: (namespace, name) of values; holders of others.
 
         Not what libraries read that are installed: nobody changes that between calls.
         """
         names = dict[tuple[int, str], tuple[Any, str]]()
-        holders: dict[int, Any] = {id(cls): cls for cls in users_classes(model) if _is_own(cls)}
-        for value, held in self._found.values():
-            if isinstance(value, FunctionType) and _is_own(value):
-                cells, read_ = value.__closure__ or (), list(_read_from(value))
-                names |= {(id(space), name): (space, name) for space, name in read_ if _may_change(space[name])}
-                holders |= {id(kind): kind for kind in _classes_of(held.values())}
-                holders |= {id(cell): cell for cell in cells if all(map(_may_change, read(cell)))}
-                defaults = (x for x in value.__defaults__ or () if _is_value(x) and read(x) is not None)
-                holders |= {id(default): default for default in defaults}
+        holders: dict[int, Any] = {id(kind): kind for kind in self._classes}
+        for function in self._functions:
+            read_, cells = list(_read_from(function)), function.__closure__ or ()
+            names |= {(id(space), name): (space, name) for space, name in read_ if _may_change(space[name])}
+            holders |= {id(cell): cell for cell in cells if all(map(_may_change, read(cell)))}
+            defaults = (x for x in function.__defaults__ or () if _is_value(x) and read(x) is not None)
+            holders |= {id(default): default for default in defaults}
         return [*names.values()], [*holders.values()]
 
 
@@ -375,11 +375,6 @@ def _read_from(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
     for space in (own, *(vars(module) for module in modules if _is_own(module))):
         yield from ((space, name) for name in names if name in space)
     yield from ((vars(function), name) for name in vars(function))
-
-
-def _classes_of(values: Iterable[Any]) -> list[type]:
-    """The classes of the user's among values, and those of the others."""
-    return [kind for x in values if _is_own(kind := x if issubclass(type(x), type) else type(x))]
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -58,8 +58,7 @@ class ValueNumbers:
             number, before = known
             now = self._history(x)
             return number if now == before else self._number("written", number, now)
-        x = local_of(x)
-        held = self.values.of(x)
+        held = self.values.of(local_of(x))
         if held is None or not holds_data(held) or held.numel() > _MOST:
             return self._number("unknown", len(self._known))
         plain = held.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
@@ -82,8 +81,7 @@ class ValueNumbers:
         number = self._made(func, args, kwargs, results, draws)
         for x in writes:
             storage = local_of(x).untyped_storage()
-            history = self._number("history", self._history(x), number)
-            self._written[address_of(storage)] = storage, history
+            self._written[address_of(storage)] = storage, self._number("history", self._history(x), number)
             if (base := base_of(x)) is not None:
                 self._put(base, number)
             self._put(x, number)

@@ -7,8 +7,10 @@ The step runs once, on fake tensors, as it would in any loop: units gather and g
 optimizers write in place. What is recorded is what it did to tensors; Python is gone afterwards.
 """
 
+import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
@@ -26,6 +28,7 @@ from shardfn.notation import ShardError
 from shardfn.parallel import SplitLogits
 from shardfn.params import Params, is_tree
 from shardfn.random import stream
+from shardfn.trace import all_in
 from shardfn.transforms.unsupported_calls import LIBRARIES
 
 
@@ -230,6 +233,9 @@ def _recorded_step(step: Callable[..., Any], arguments: _Flat, backend: str | Ca
         recording = Recording({id(x): i for i, x in enumerate(tensors)})
         with holding(RECORDING, recording):
             result = _flatten(step(*args, **kwargs))
+        if (name := _left_in(step)) is not None:
+            why = f"jit: the step has put something into '{name}', where the graph puts nothing when it runs"
+            raise ShardError(f"{why}. Return it, and pass it to the next call: params, state = step(params, state, x)")
         written = next((x for x, version in sharing if _torch.version_of(x) != version), None)
         if written is not None:
             why = f"jit: the step writes a tensor of shape {tuple(written.shape)}, which shares a part of its memory"
@@ -270,6 +276,17 @@ def _recorded_step(step: Callable[..., Any], arguments: _Flat, backend: str | Ca
     modes = [(module, module.training) for model in recording.models for module in model.modules()]
     result = replace(result, tensors=[], trees=[])
     return _Graph(arguments.kind(), modes, compiled, constants, recording.numbers, result, sources, buffers)
+
+
+def _left_in(step: Callable[..., Any]) -> str | None:
+    """The variable around a step in which it has left a tensor without values, if there is one."""
+    with suppress(TypeError, ValueError):  # it is no function of Python's, or a variable is not there yet
+        around = inspect.getclosurevars(step)
+        for name, value in {**around.nonlocals, **around.globals}.items():
+            tensors = (_torch.unwrap_local(x) for x in all_in(value) if isinstance(x, Tensor))
+            if any(isinstance(x, _torch.FakeTensor) for x in tensors):
+                return name
+    return None
 
 
 def _lift_constants(graph: fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tensor]:

@@ -136,8 +136,7 @@ class _Region(NamedTuple):
         self._require_outputs(outputs, typed)
         pairs = zip(outputs, self.outs, strict=True)
         outputs = [typed.varied(x, _axes(spec) & several) for x, spec in pairs]
-        specs = self._out_specs(outputs, sizes)
-        lifted = outputs if in_transform() else Across.apply(True, specs, *outputs)
+        lifted = outputs if in_transform() else Across.apply(True, self._out_specs(outputs, sizes), *outputs)
         return tuple(lifted) if isinstance(result, tuple | list) else lifted[0]
 
     def _share(self, spec: Spec) -> float:

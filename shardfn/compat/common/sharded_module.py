@@ -180,8 +180,7 @@ def put_shards(record: Sharded, module: nn.Module, origin: initialize.Origin) ->
         _OUTSIDE.append(GraphBreak(_run_and_compile))
     before = dict(module.named_buffers(remove_duplicate=False)) if origin.src is None else {}
     kept = {name for name, x in before.items() if x.device == record.device or (origin.later and x.is_meta)}
-    policy = policy_of(module, record, shards_in(module))
-    params = initialize.shard_own(origin, record.mesh, policy)
+    params = initialize.shard_own(origin, record.mesh, policy_of(module, record, shards_in(module)))
     params.buffers = {name: new for name, new in params.buffers.items() if name not in kept}
     install(module, params)
 
