@@ -106,6 +106,15 @@ def test_loaded_shards_lie_as_those_they_are_like(mesh: DeviceMesh) -> None:
     assert all(leaf.to_local().equal(params[name].to_local()) for name, leaf in loaded.items())
 
 
+@on_meshes({"fsdp": 2})
+def test_gradients_that_are_not_reduced_are_no_checkpoint(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 2)
+    loss = sf.grad(lambda p: sf.apply(model, p, torch.ones(3, 4)).sum(), reduce=None)
+    pending = loss(sf.shard(model, mesh, sf.Policy()))
+    with folder() as at, pytest.raises(sf.ShardError, match=r"is a sum that is still pending.* sf\.reduce_grads"):
+        sf.checkpoint.save(at / "step-1", {"grads": pending, "g": pending["weight"]})
+
+
 def _one(seed: int = 0, size: int = 2) -> sf.Params:
     torch.manual_seed(seed)
     return sf.shard(nn.Linear(4, size), sf.make_mesh("cpu", fsdp=1), sf.Policy())

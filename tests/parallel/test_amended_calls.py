@@ -556,3 +556,87 @@ def test_a_key_for_several_queries_is_a_ranks_own_rather_than_amended() -> None:
     calls = [("", (torch.zeros(2, 8, dtype=torch.long),), {})]
     buffers = dict(model.named_buffers())
     assert not ShapeTrace(model, plan, MESH, buffers, "forward", calls).adjustments().amended
+
+
+class Fixed(nn.Module):
+    """A function of itself, with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.onto, self.into = (nn.Parameter(torch.randn(n, m) / 4) for n, m in ((HIDDEN, WIDTH), (WIDTH, HIDDEN)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, self.onto)) @ self.into.t()
+
+
+class Solved(nn.Module):
+    """A deep equilibrium: iterations that autograd does not see, and one that it does."""
+
+    def __init__(self, start: Callable[[Tensor], Tensor], steps: int) -> None:
+        super().__init__()
+        self.first, self.fixed, self.start, self.steps = nn.Linear(WIDTH, WIDTH), Fixed(), start, steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        z = self.start(x)
+        with torch.no_grad():
+            for _ in range(self.steps):
+                with torch.enable_grad():
+                    pass
+                z = self.fixed(z) + x
+        return self.fixed(z) + x
+
+
+@pytest.mark.parametrize("start", [torch.zeros_like, torch.Tensor.detach, lambda x: x.new_zeros(x.shape)])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_values_that_autograd_does_not_see_ask_for_no_gradient(start: Callable[[Tensor], Tensor], steps: int) -> None:
+    torch.manual_seed(0)
+    model, x = Solved(start, steps).double(), torch.randn(4, WIDTH, dtype=torch.float64)
+    rules = {"fixed.onto": "f@tp c", "fixed.into": "c f@tp"}
+    _as_in_one_process(model, x, sf.Policy(rules=rules))
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "a mask": lambda h, x: h.masked_fill_(torch.arange(HIDDEN) < 4, 0.0),
+    "a sum": lambda h, x: h.add_(x.repeat(1, 2)),
+    "a factor": lambda h, x: h.mul_(2.0),
+    "a column": lambda h, x: h[:, 0].zero_(),
+}
+
+
+class Written(nn.Module):
+    """What is written into an output, in place."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.up, self.down, self.write = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        self.write(h, x)
+        return self.down(h)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("what", WRITES)
+def test_whole_values_are_written_into_split_and_into_gathered_ones(what: str, gathered: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Written(WRITES[what]).double(), torch.randn(4, WIDTH, dtype=torch.float64)
+    rules = {"up.weight": "f@tp c", "down.weight": "c f@tp"}
+    chosen = sf.Policy(rules=rules, acts={"up": "... f"} if gathered else {})
+    if what == "a column" and not gathered:
+        with pytest.raises(sf.ShardError, match=r"acts=\{'up': '\.\.\. f'\}\), with which this run goes to its end"):
+            _as_in_one_process(model, x, chosen)
+    else:
+        _as_in_one_process(model, x, chosen)
+
+
+def _as_in_one_process(model: nn.Module, x: Tensor, chosen: sf.Policy) -> None:
+    with sf.simulate(fsdp=1, tp=2) as mesh:
+        params = sf.shard(model, mesh, chosen)
+        loss, grads = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().mean())(params, x)
+        whole: dict[str, Any] = {**sf.gather(grads), "loss": loss}
+        found = {name: value.reconcile() for name, value in whole.items()}
+    expected = model(x).square().mean()
+    expected.backward()
+    assert_parity(found, {**{n: p.grad for n, p in model.named_parameters()}, "loss": expected.detach()}, tol=1e-12)

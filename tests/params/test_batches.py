@@ -99,3 +99,9 @@ def test_mean_is_a_pytree() -> None:
     assert (mean.total / mean.count).item() == 2.0
     doubled = pytree.tree_map(lambda leaf: leaf * 2, mean)
     assert isinstance(doubled, batches.Mean) and doubled.count == 6 and doubled.total.requires_grad
+
+
+def test_what_is_not_of_samples_is_no_batch() -> None:
+    mesh = sf.make_mesh("cpu", fsdp=1)
+    with pytest.raises(sf.ShardError, match=r"other lengths \(batch\['x'\]: 8, batch\['w'\]: 2\); pass what is not"):
+        batches.local_batch({"x": torch.zeros(8, 3), "w": torch.ones(2)}, mesh)

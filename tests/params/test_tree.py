@@ -168,6 +168,7 @@ def test_trees_of_plain_tensors() -> None:
         "integers are the end's"
     )
     assert sft.cast(tree, torch.float16)["b"].dtype == torch.int64
+    assert sft.cast(tree, torch.float32)["a"] is not tree["a"], "or an optimizer's step would change an average"
     assert sft.zeros_like(tree)["a"].tolist() == [0, 0] and list(sft.select(tree, "b")) == ["b"]
     assert sft.paths([torch.ones(1), (torch.ones(1),)]) == ["0", "1.0"]
 

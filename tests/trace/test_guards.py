@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from functools import partial
+from types import MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -480,3 +481,111 @@ def test_values_of_tensors_that_choose_another_way(mesh: DeviceMesh) -> None:
             x, ids = inputs(), torch.full((3,), 3 * (1 - call % 2))
             found, expected = sf.apply(models[0], params, x, ids), models[1](x, ids).detach()
             assert_close(found, expected, name=f"{name}, call {call}")
+
+
+SETTINGS = ModuleType("settings_of_this_test")
+vars(SETTINGS).update(mode="apart", table={"mode": "apart"})
+
+
+class Registry:
+    acts: ClassVar[dict[str, Any]] = {"act": torch.tanh}
+
+
+def act(h: Tensor) -> Tensor:
+    return h.tanh()
+
+
+def softmax_over(dim: int) -> Callable[[Tensor], Tensor]:
+    return lambda h: h.softmax(dim)
+
+
+def _by_default(dim: int) -> Callable[[Tensor], Tensor]:
+    return lambda h, dim=dim: h.softmax(dim)
+
+
+class _Method(Between):
+    def act(self, h: Tensor) -> Tensor:
+        return h.tanh()
+
+    def way(self, h: Tensor) -> Tensor:
+        return self.act(h)
+
+
+def _bind_anew(model: Any) -> Callable[[], None]:
+    globals()["act"] = softmax_over(-1)
+    return lambda: globals().update(act=torch.tanh)
+
+
+Changing = Callable[[Any], Any]
+ELSEWHERE: dict[str, tuple[Callable[..., Tensor] | type, Changing]] = {
+    "a module of the user's": (
+        lambda m, h: mixed(h) if SETTINGS.mode == "mixed" else h,
+        lambda m: (vars(SETTINGS).update(mode="mixed"), lambda: vars(SETTINGS).update(mode="apart"))[1],
+    ),
+    "a dict in one": (
+        lambda m, h: mixed(h) if SETTINGS.table["mode"] == "mixed" else h,
+        lambda m: (SETTINGS.table.update(mode="mixed"), lambda: SETTINGS.table.update(mode="apart"))[1],
+    ),
+    "a dict in a class": (
+        lambda m, h: Registry.acts["act"](h),
+        lambda m: (Registry.acts.update(act=softmax_over(-1)), lambda: Registry.acts.update(act=torch.tanh))[1],
+    ),
+    "a global function": (lambda m, h: act(h), _bind_anew),
+    "an attribute of a function": (
+        lambda m, h: mixed(h) if vars(_bind_anew)["on"] else h,
+        lambda m: (vars(_bind_anew).update(on=True), lambda: vars(_bind_anew).update(on=False))[1],
+    ),
+    "a method": (_Method, lambda m: setattr(m, "act", softmax_over(-1))),
+}
+vars(_bind_anew).update(on=False)
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+@pytest.mark.parametrize("what", ELSEWHERE)
+def test_what_a_forward_finds_elsewhere_chooses_another_way(mesh: DeviceMesh, what: str) -> None:
+    way, change = ELSEWHERE[what]
+    model = way().double() if isinstance(way, type) else of(way)
+    params, x = sf.shard(model, mesh, RULES), inputs()
+    whole = [sf.apply(model, params, x) for _ in range(2)]
+    assert_parity({"y": whole[0]}, {"y": model(x).detach()})
+    back = change(model)
+    try:
+        with pytest.raises(sf.ShardError):
+            sf.apply(model, params, x)
+    finally:
+        if callable(back):
+            back()
+
+
+ARGUMENTS: dict[str, Callable[[int], Any]] = {
+    "closure": softmax_over,
+    "default": _by_default,
+    "partial": lambda dim: partial(torch.softmax, dim=dim),
+    "module": nn.Softmax,
+    "composed": lambda dim: (lambda f: lambda h: f(h))(softmax_over(dim)),
+}
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_functions_that_are_given_are_compared_by_what_they_hold(mesh: DeviceMesh, kind: str) -> None:
+    model, make, x = of(lambda m, h, act: act(h)), ARGUMENTS[kind], inputs()
+    params = sf.shard(model, mesh, RULES)
+    for _ in range(2):
+        assert_parity({"y": sf.apply(model, params, x, make(1))}, {"y": model(x, make(1)).detach()})
+    with pytest.raises(sf.ShardError):
+        sf.apply(model, params, x, make(2))
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_an_input_that_lies_otherwise_chooses_another_way(mesh: DeviceMesh) -> None:
+    class ByStrides(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            return self.down(mixed(h) if x.is_contiguous() else h)
+
+    model = ByStrides().double()
+    params, x = sf.shard(model, mesh, RULES), inputs()
+    sf.apply(model, params, x.transpose(0, 1).contiguous().transpose(0, 1))
+    with pytest.raises(sf.ShardError):
+        sf.apply(model, params, x)

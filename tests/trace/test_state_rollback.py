@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -105,8 +106,8 @@ ITERATORS: dict[str, Callable[[], Iterator[float]]] = {
 }
 
 
-def _both(mesh: DeviceMesh, forward: Any, make: Callable[[], Any]) -> None:
-    model = Net(forward)
+def _both(mesh: DeviceMesh, forward: Any, make: Callable[[], Any], kind: Any = None) -> None:
+    model = (kind or Net)(forward)
     for one in model.parameters():
         nn.init.constant_(one, 0.1)
     params = sf.shard(model, mesh, sf.Policy(rules=RULES))
@@ -204,3 +205,34 @@ def test_a_variable_of_the_context_goes_on_from_its_default(mesh: DeviceMesh) ->
     for calls in (1, 2):
         sf.apply(model, params, X, None)
         assert _COUNT.get() == 3 + calls
+
+
+SETTINGS: Any = ModuleType("settings_of_a_rollback")
+vars(SETTINGS).update(steps=0, draws=random.Random(0))
+
+
+class _Counting(Net):
+    steps, seen = 0, list[int]()  # of the class
+
+
+def _in_a_class(f: Callable[[Tensor], Tensor], x: Tensor, _: Any) -> Tensor:
+    _Counting.steps += 1
+    _Counting.seen.append(len(x))
+    return f(x) * _Counting.steps
+
+
+def _in_a_module(f: Callable[[Tensor], Tensor], x: Tensor, _: Any) -> Tensor:
+    SETTINGS.steps = SETTINGS.steps + 1
+    return f(x) * SETTINGS.steps * SETTINGS.draws.random()
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_what_classes_and_modules_of_the_user_hold_counts_each_call_once(mesh: DeviceMesh) -> None:
+    def reset() -> None:
+        _Counting.steps, _Counting.seen = 0, []
+        vars(SETTINGS).update(steps=0, draws=random.Random(0))
+
+    for forward in (_in_a_class, _in_a_module):
+        reset()
+        _both(mesh, forward, reset, _Counting)
+        assert (_Counting.steps, len(_Counting.seen), SETTINGS.steps) in ((2, 2, 0), (0, 0, 2))

@@ -350,3 +350,49 @@ def test_arguments_that_change_without_a_new_object() -> None:
     for value in (bytearray(b"1"), {1, 2}, torch.ones(3).numpy()):
         with pytest.raises(sf.ShardError, match="may change, and a graph would not know"):
             jit(lambda x, s: x * 1, backend="aot_eager")(torch.ones(1), value)
+
+
+_AROUND: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("kept", ["a list", "a tree", "an average"])
+def test_what_a_step_leaves_around_it_is_refused(kept: str) -> None:
+    model, losses = nn.Linear(4, 2), list[Tensor]()
+    params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+
+    def step(x: Tensor) -> Tensor:
+        nonlocal params
+        loss, grads = sf.value_and_grad(lambda p: sf.apply(model, p, x).square().mean())(params)
+        if kept == "a list":
+            losses.append(loss)
+        elif kept == "a tree":
+            params = sf.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        else:
+            _AROUND["average"] = loss
+        return loss
+
+    name = {"a list": "losses", "a tree": "params", "an average": "_AROUND"}[kept]
+    with pytest.raises(sf.ShardError, match=rf"the step has put something into '{name}', .* Return it"):
+        jit(step, backend="aot_eager")(torch.ones(3, 4))
+    _AROUND.clear()
+
+
+@pytest.mark.parametrize("rate", [0.1, sf.optim.warmup_cosine(0.1, warmup=2, total=8)])
+def test_a_state_that_is_not_taken_counts_as_it_does_eagerly(rate: Any) -> None:
+    optimizer, x = sf.optim.adamw(rate), torch.linspace(-1, 1, 24).reshape(6, 4)
+
+    def losses(compile_: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        state = optimizer.init(params)
+
+        def step(params: sf.Params, state: Any, x: Tensor) -> Tensor:
+            loss, grads = sf.value_and_grad(lambda p: sf.apply(model, p, x).square().mean())(params)
+            optimizer.step(params, grads, state)
+            return loss
+
+        run = jit(step, backend="aot_eager") if compile_ else step
+        return [float(run(params, state, x)) for _ in range(6)] + [float(state.step)]
+
+    assert losses(True) == pytest.approx(losses(False), rel=1e-5)
