@@ -32,7 +32,6 @@ def in_reentrant_checkpoint() -> bool:
 
 # What calls something with the gradient of a tensor.
 HOOKING = (Tensor.register_hook, Tensor.retain_grad)
-set_recording = torch._C._set_grad_enabled  # which `torch.no_grad()` and the like call, and nothing within torch
 
 
 def has_hooks(x: Tensor) -> bool:

@@ -67,8 +67,6 @@ class PairedFunctionMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _torch.set_recording:
-            self._sides.switch_recording(*args)
         if func in _torch.HOOKING:
             self._run.hooked(args[0])
         if func in _READING:

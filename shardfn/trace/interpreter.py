@@ -589,7 +589,7 @@ class Interpreter(_torch.TorchDispatchMode):
         tags = [(tensor, self.tag(tensor)) for tensor in inputs]
         axes = frozenset[str]().union(*(tag.parts for _, tag in tags), *parts)
         grads = [tag for tensor, tag in tags if tensor.requires_grad or (tag.wants and not torch.is_grad_enabled())]
-        for tag in grads if not self.sides.unrecorded else ():
+        for tag in grads:
             for axis in sorted(axes - tag.parts.keys()):
                 why = f"{operation} joins a value that all ranks of '{axis}' share with one that is split over it"
                 self._vary(tag, axis, why)
@@ -597,4 +597,4 @@ class Interpreter(_torch.TorchDispatchMode):
         sources = known if all(tag.sources for tag in grads) else frozenset[str]()
         split_by = frozenset().union(*(tag.split_by for _, tag in tags))
         wants = any(tag.wants or tensor.requires_grad for tensor, tag in tags)
-        return Tag({}, wants and not (self.sides.unrecorded or _APART.search(operation)), sources, split_by)
+        return Tag({}, wants and not _APART.search(operation), sources, split_by)

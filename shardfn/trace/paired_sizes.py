@@ -94,23 +94,12 @@ class Sides:
         self.decided: list[Decision] = []
         self.in_torch = ""  # the function of torch that is running
         self.path: Callable[[], str] = str  # of the module that is running
-        self.unrecorded = False  # the model has switched autograd off, and not a function of torch that has a backward
-        self._switched: list[tuple[tuple[bool, bool], bool]] = []  # from and to which mode, and `unrecorded` before
         # Told of what `Policy.acts` splits at some modules and the module at a path needs whole.
         self.needs_whole: Callable[[Collection[str], str], None] = lambda sources, path: None
 
     def only(self, side: Side) -> AbstractContextManager[None]:
         """Within it, one of them."""
         return having(self, at=side)
-
-    def switch_recording(self, on: bool) -> None:
-        """A forward is about to switch autograd on or off, or back to what it was."""
-        now = torch.is_grad_enabled()
-        if self._switched and self._switched[-1][0] == (on, now):
-            self.unrecorded = self._switched.pop()[1]
-        else:
-            self._switched.append(((now, on), self.unrecorded))
-            self.unrecorded = not on and (now or self.unrecorded)
 
     def run(self) -> AbstractContextManager[None]:
         """Within it, sizes ask these sides."""
