@@ -240,7 +240,8 @@ def require_reduced(verb: str, name: str, leaf: Tensor) -> None:
 def plain_leaf(verb: str, name: str) -> ShardError:
     """The error of a plain tensor, such as a whole one, that stands in a tree in place of a leaf."""
     write = f"sf.shard(sf.gather(params) | {{{name!r}: value}}, params.mesh, params.plan)"
-    return ShardError(f"{verb}: {name!r} is a plain tensor, and leaves are DTensors. Write {write} of a whole one")
+    why = f"{verb}: {name!r} is a plain tensor, and leaves are DTensors. Write parameter.copy_(value) in a Trainer"
+    return ShardError(f"{why}, or {write} of a whole one")
 
 
 def reduce_grads(

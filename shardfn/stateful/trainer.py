@@ -355,6 +355,9 @@ class Trainer(nn.Module):
             prefix = unexpected[0].removesuffix(missing[0]) if missing and unexpected else ""
             if unexpected == [prefix + name for name in missing]:
                 instead = f"pass {{name.removeprefix({prefix!r}): x for name, x in state_dict.items()}}"
+            prefix = missing[0].removesuffix(unexpected[0]) if missing and unexpected else ""
+            if prefix and missing == [prefix + name for name in unexpected]:
+                instead = f"pass {{{prefix!r} + name: x for name, x in state_dict.items()}}"
             raise ShardError(f"Trainer.load_state_dict: {why}; {instead}")
         for layout in layouts:
             value = next(state_dict[name] for name in layout.names if name in state_dict)

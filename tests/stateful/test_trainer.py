@@ -1208,3 +1208,12 @@ def test_a_loss_that_is_called_otherwise_says_how_it_is_called(mesh: DeviceMesh)
                 call(*batch)
             assert "loss_fn(params, *batch)" in caught.value.__notes__[0]
             assert "sf.apply(model, params, x)" in caught.value.__notes__[0]
+
+
+def test_a_state_dict_without_the_prefix_of_a_compiled_model_says_what_to_write() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    compiled: Any = torch.compile(copy.deepcopy(model))
+    trainer = sf.Trainer(compiled, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+    with pytest.raises(sf.ShardError, match=r"pass \{'_orig_mod\.' \+ name: x for name, x in state_dict\.items\(\)\}"):
+        trainer.load_state_dict(model.state_dict())
+    trainer.load_state_dict({"_orig_mod." + name: x for name, x in model.state_dict().items()})
