@@ -1014,6 +1014,9 @@ def _pickled_trees(folder: Path) -> None:
         with pytest.raises(sf.ShardError, match=f"is the part of rank {1 - rank} .* torch.save of sharded parameters"):
             _ = params | torch.load(folder / f"{name}{1 - rank}", weights_only=False)[0]
         if name == "dict":
+            others = torch.load(folder / f"dict{1 - rank}", weights_only=False)[0]
+            with pytest.raises(sf.ShardError, match=f"'bias' is the part of rank {1 - rank}"):
+                _ = params | {"weight": params["weight"], "bias": others["bias"]}
             with pytest.raises(sf.ShardError, match=f"is the part of rank {1 - rank}"):
                 sf.shard(torch.load(folder / f"dict{1 - rank}", weights_only=False)[1], mesh, sf.Policy())
 

@@ -73,6 +73,7 @@ def test_what_an_error_says_to_write_fits_the_problem(fn: Any, why: str, change:
 
 DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
     "randn_like": lambda h: h + torch.randn_like(h),
+    "randint_like": lambda h: h + torch.randint_like(h, 5),
     "rand_like": lambda h: h * torch.rand_like(h),
     "bernoulli": lambda h: h * torch.bernoulli(h.sigmoid()),
     "bernoulli_": lambda h: h * torch.empty_like(h).bernoulli_(0.5),
