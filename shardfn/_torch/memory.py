@@ -9,6 +9,7 @@ import torch._C._functorch as functorch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses import fake_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _python_dispatch
 
 
@@ -18,9 +19,12 @@ def holds_data(x: Any) -> bool:
 
 
 def storage_key(x: Tensor) -> int:
-    """The same number for tensors of one storage, and another one for every other storage in use."""
+    """The same number for tensors of one storage, and another one for every other storage in use.
+
+    Of a DTensor, it is that of what is around its part, which `x.data = value` replaces.
+    """
     storage = x.untyped_storage()
-    return storage._cdata if isinstance(x, fake_tensor.FakeTensor) else storage.data_ptr()
+    return storage._cdata if isinstance(x, fake_tensor.FakeTensor | DTensor) else storage.data_ptr()
 
 
 # Whether a tensor is one around others, without memory of its own: a DTensor, or what a collective is to fill.

@@ -85,8 +85,7 @@ class TensorFiles:
         stored = self.tensors[name]
         for block in blocks(out.shape, BLOCK_BYTES // stored.dtype.itemsize, stored.shape):
             first = tuple(start + at for (start, _), (at, _) in zip(box, block, strict=True))
-            value = self._value(stored, first, tuple(n for _, n in block))
-            narrowed(out, block).copy_(value)
+            narrowed(out, block).copy_(self._value(stored, first, tuple(n for _, n in block)))
 
     def _value(self, stored: Stored, first: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         """A small part of a tensor, in memory that the next one takes."""

@@ -304,8 +304,7 @@ def _different(
         if bad:
             value = part_of_rank(computed[name], bad[0])
             error = ((value - right).double().norm() / max(right.double().norm().item(), 1e-30)).item()
-            some = f", on ranks {bad}" if len(bad) < len(grid.ranks) else ""
-            wrong.append((name, error, some))
+            wrong.append((name, error, f", on ranks {bad}" if len(bad) < len(grid.ranks) else ""))
     return wrong
 
 

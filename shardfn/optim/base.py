@@ -177,8 +177,7 @@ def require_match(verb: str, what: str, params: Tree, names: Sequence[str], othe
             for name, mine, other in layouts
             if mine != other
         ]
-    shown = problems[:5] + [f"and {len(problems) - 5} more"] * (len(problems) > 5)
-    raise_problems(verb, shown)
+    raise_problems(verb, problems[:5] + [f"and {len(problems) - 5} more"] * (len(problems) > 5))
 
 
 def _mismatch(param: Tensor, leaf: object) -> str | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardfn import _torch
 from shardfn._torch import buffers_of, children_of, dtypes_of, parameters_of, refresh_flat_weights, unwrap_local
 from shardfn.binding import with_tables
 from shardfn.checkpoint import directories
@@ -42,6 +43,10 @@ class ModuleShards:
         """The parameters of `model` must be the leaves of `plan` already: see `install` and `adopt`."""
         self.plan, self.mesh = plan, mesh
         self._sharded_anew = False
+        self._storages, self._parts = (
+            list[int](),
+            list[weakref.ref[Tensor]](),
+        )  # of the leaves, when they were last used
         self._tables = [with_tables(module) for module in model.modules()]
         self._counts = list(map(len, self._tables))
         slots = [(leaf, (parameters_of(x), key)) for x, _, _, keys in _owned(model, plan) for leaf, key in keys.items()]
@@ -80,9 +85,20 @@ class ModuleShards:
         `reduction` is what a backward does with its gradients, and `holds_back` says of a unit, when its gradients
         come, whether they stay unreduced.
         """
-        params = Params(self.leaves(), self.plan.with_reduction(reduction), self.mesh, self.buffers_now())
+        leaves = self.leaves()
+        self._require_not_replaced(leaves)
+        params = Params(leaves, self.plan.with_reduction(reduction), self.mesh, self.buffers_now())
         params.holds_back = holds_back
         return params
+
+    def _require_not_replaced(self, leaves: Mapping[str, Tensor]) -> None:
+        """Nobody has assigned to `.data` of a leaf, which is around its part, and does not replace it."""
+        now, parts = [*map(_torch.storage_key, leaves.values())], _torch.unwrap_locals([*leaves.values()])
+        if now != self._storages:
+            for name, part, old, own, new in zip(leaves, self._parts, self._storages, parts, now, strict=False):
+                if part() is own and old != new:
+                    raise ShardError(f"'{name}'.data = value does not change a DTensor: write parameter.copy_(value)")
+            self._storages, self._parts = now, [*map(weakref.ref, parts)]
 
     def run(self, model: nn.Module, params: Params | None, method: str, args: Any, kwargs: Any) -> Any:
         """Call a method of the module with the weights of a tree that `params` made.

@@ -346,8 +346,7 @@ class Trainer(nn.Module):
             kept = {name: value for name, value in state_dict.buffers.items() if name in wanted}
             state_dict = directories.to_state_dict(state_dict) | kept
         layouts = [x for x in self.plan.layouts.values() if any(name in state_dict for name in x.names)]
-        present = {name for layout in layouts for name in layout.names}
-        missing = sorted(wanted - present - set(state_dict))
+        missing = sorted(wanted - {name for layout in layouts for name in layout.names} - set(state_dict))
         unexpected = sorted(set(state_dict) - wanted)
         if strict and (missing or unexpected):
             why = f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"

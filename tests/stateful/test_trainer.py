@@ -1220,3 +1220,22 @@ def test_a_state_dict_without_the_prefix_of_a_compiled_model_says_what_to_write(
     with pytest.raises(sf.ShardError, match=r"pass \{'_orig_mod\.' \+ name: x for name, x in state_dict\.items\(\)\}"):
         trainer.load_state_dict(model.state_dict())
     trainer.load_state_dict({"_orig_mod." + name: x for name, x in model.state_dict().items()})
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@pytest.mark.parametrize("how", ["Trainer", "FSDP1", "FSDP2"])
+@pytest.mark.parametrize("value", [lambda p: p.data * 2, lambda p: torch.ones(4, 4)])
+def test_what_is_assigned_to_data_is_not_lost_in_silence(how: str, value: Any) -> None:
+    mesh, x = sf.make_mesh("cpu", fsdp=1), torch.ones(3, 4)
+    made = {"Trainer": lambda m: sf.Trainer(m, mesh, sf.Policy()), "FSDP1": lambda m: FSDP(m), "FSDP2": fully_shard}
+    model: Any = made[how](nn.Linear(4, 4))
+    (weight,) = (p for p in model.parameters() if p.dim() == 2)
+    model(x).sum().backward()
+    torch.optim.AdamW(model.parameters(), 0.1).step()
+    weight.data.mul_(2)
+    weight.data.copy_(weight.data + 1)
+    before = model(x).detach()
+    assert torch.equal(copy.deepcopy(model)(x), before) if how == "Trainer" else True
+    weight.data = value(weight)
+    with pytest.raises(sf.ShardError, match=r"weight'\.data = value does not change a DTensor: write parameter\.copy_"):
+        model(x)
