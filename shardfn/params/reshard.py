@@ -93,8 +93,7 @@ class _Resharded(torch.autograd.Function):
     @staticmethod
     def forward(before: _Stored, after: _Stored, *leaves: Tensor) -> tuple[Tensor, ...]:
         tree = Params(zip(before.names, leaves, strict=True), before.plan, before.mesh)
-        moved = _moved(tree, after.plan, after.mesh)
-        return tuple(moved[name] for name in after.names)
+        return tuple(map(_moved(tree, after.plan, after.mesh).__getitem__, after.names))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

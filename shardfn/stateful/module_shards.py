@@ -93,8 +93,9 @@ class ModuleShards:
 
     def _require_not_replaced(self, leaves: Mapping[str, Tensor]) -> None:
         """Nobody has assigned to `.data` of a leaf, which is around its part, and does not replace it."""
-        now, parts = [*map(_torch.storage_key, leaves.values())], _torch.unwrap_locals([*leaves.values()])
+        now = [*map(_torch.storage_key, leaves.values())]
         if now != self._storages:
+            parts = _torch.unwrap_locals([*leaves.values()])
             for name, part, old, own, new in zip(leaves, self._parts, self._storages, parts, now, strict=False):
                 if part() is own and old != new:
                     raise ShardError(f"'{name}'.data = value does not change a DTensor: write parameter.copy_(value)")

@@ -197,8 +197,8 @@ class Guards:
             if now is self.values[at]:
                 continue
             if _equal(now, self.values[at], self.held):
-                moved = self.held.pop(id(self.values[at]), None)
-                self.held |= reach([now]) if moved is not None else {}
+                if self.held.pop(id(self.values[at]), None) is not None:
+                    self.held |= reach([now])
                 self.values[at] = now
             else:
                 changed.append(place)
