@@ -272,7 +272,7 @@ class Trainer(nn.Module):
             raise FileNotFoundError(f"Trainer.load: no checkpoint in '{directory}'")
         notes = directories.notes(path)
         if missing := [name for name in others if name not in notes]:
-            raise ShardError(f"Trainer.load: '{path}' was saved without {missing}; it has {sorted(notes)}")
+            raise ShardError(f"Trainer.load: '{path}' was saved without {missing}: leave out; it has {sorted(notes)}")
         if left := [name for name in notes if name not in others]:
             asked = f"load(..., {left[0]}=...)"
             warnings.warn(f"Trainer.load: '{path}' also has {left}, which nobody asked for: {asked}", stacklevel=2)
