@@ -43,10 +43,8 @@ class ModuleShards:
         """The parameters of `model` must be the leaves of `plan` already: see `install` and `adopt`."""
         self.plan, self.mesh = plan, mesh
         self._sharded_anew = False
-        self._storages, self._parts = (
-            list[int](),
-            list[weakref.ref[Tensor]](),
-        )  # of the leaves, when they were last used
+        self._storages = list[int]()  # of the leaves, when they were last used
+        self._parts = list["weakref.ref[Tensor]"]()
         self._tables = [with_tables(module) for module in model.modules()]
         self._counts = list(map(len, self._tables))
         slots = [(leaf, (parameters_of(x), key)) for x, _, _, keys in _owned(model, plan) for leaf, key in keys.items()]

@@ -252,14 +252,15 @@ def _write(value: Any, held: Any) -> None:
         else:
             del value.cell_contents
     elif isinstance(value, FunctionType):
-        for space, name in _read_from(value):
-            space[name] = held.get((id(space), name), space[name])
+        spaces = {id(space): space for space, _ in _read_from(value)} | {id(value.__globals__): value.__globals__}
+        for (at, name), item in held.items():
+            spaces.get(at, {})[name] = item
     elif isinstance(value, type):
-        for name, item in read(value).items():
-            if name in held and held[name] is not item:
-                setattr(value, name, held[name])
-            elif name not in held:
-                delattr(value, name)
+        now = read(value)
+        for name in now.keys() - held.keys():
+            delattr(value, name)
+        for name in [name for name, item in held.items() if now.get(name, now) is not item]:
+            setattr(value, name, held[name])
     else:
         for name in read(value).keys() - held.keys():
             object.__delattr__(value, name)
