@@ -252,20 +252,16 @@ def _write(value: Any, held: Any) -> None:
         else:
             del value.cell_contents
     elif isinstance(value, FunctionType):
-        spaces = {id(space): space for space, _ in _read_from(value)} | {id(value.__globals__): value.__globals__}
-        for (at, name), item in held.items():
-            spaces.get(at, {})[name] = item
-    elif isinstance(value, type):
-        now = read(value)
-        for name in now.keys() - held.keys():
-            delattr(value, name)
-        for name in [name for name, item in held.items() if now.get(name, now) is not item]:
-            setattr(value, name, held[name])
+        for space, name in [(space, name) for space, name in _read_from(value) if (id(space), name) not in held]:
+            del space[name]
+        for (at, name), item in held.items():  # of its module first, in which others are found
+            next(space for space in _spaces(value) if id(space) == at)[name] = item
     else:
-        for name in read(value).keys() - held.keys():
-            object.__delattr__(value, name)
-        for name, item in held.items():
-            object.__setattr__(value, name, item)
+        base, now = (type if isinstance(value, type) else object), read(value)
+        for name in now.keys() - held.keys():
+            base.__delattr__(value, name)
+        for name in [name for name, item in held.items() if now.get(name, now) is not item]:
+            base.__setattr__(value, name, held[name])
 
 
 def _memory(value: Any) -> bytes | None:
@@ -370,12 +366,19 @@ def users_classes(model: nn.Module) -> list[type]:
 
 def _read_from(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
     """(namespace, name) of what a function names that its module or one of the user's has; of its attributes."""
-    own = {} if _is_foreign(function) else function.__globals__
     names = [*_names(function.__code__)]
-    modules = [own[name] for name in names if isinstance(own.get(name), ModuleType)]
-    for space in (own, *(vars(module) for module in modules if _is_own(module))):
-        yield from ((space, name) for name in names if name in space)
-    yield from ((vars(function), name) for name in vars(function))
+    *spaces, attributes = _spaces(function)
+    yield from ((space, name) for space in spaces for name in names if name in space)
+    yield from ((attributes, name) for name in attributes)
+
+
+def _spaces(function: FunctionType) -> Iterator[dict[str, Any]]:
+    """What a function names is in: its module and others of the user's; last its own attributes."""
+    own = {} if _is_foreign(function) else function.__globals__
+    yield own
+    modules = (own.get(name) for name in _names(function.__code__))
+    yield from (vars(module) for module in modules if isinstance(module, ModuleType) and _is_own(module))
+    yield vars(function)
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -183,9 +183,10 @@ def test_a_value_that_is_kept_where_it_is_not_found(mesh: DeviceMesh, place: str
     model = Keeps()
     params = sf.shard(model, mesh, sf.Policy(rules=RULES))
     says = r"keeps a value of 'module up' .* Return it, or keep it in an attribute"
-    with nullcontext() if place == "a class" else pytest.raises(sf.ShardError, match=says):
+    found = {"a class": vars(_Holder), "a function": vars(_shelf)}
+    with nullcontext() if place in found else pytest.raises(sf.ShardError, match=says):
         sf.apply(model, params, X.float(), True)
-        assert _Holder.last.shape == (4, 16)
+        assert found[place]["last"].shape == (4, 16)
     sf.apply(model, params, X.float(), False)
     assert [x.shape for x in model.kept] == [(4, 16)], "whole, in what the error names"
     assert _CONTEXT.get().shape == (4, 16)
@@ -214,6 +215,7 @@ vars(SETTINGS).update(steps=0, draws=random.Random(0))
 class _Counting(Net):
     steps, seen, made = 0, list[int](), 0  # of the class
     first: int
+    waits: int
 
 
 def _in_a_class(f: Callable[[Tensor], Tensor], x: Tensor, _: Any) -> Tensor:
@@ -228,6 +230,30 @@ def _in_a_class(f: Callable[[Tensor], Tensor], x: Tensor, _: Any) -> Tensor:
 def _in_a_module(f: Callable[[Tensor], Tensor], x: Tensor, _: Any) -> Tensor:
     SETTINGS.steps = SETTINGS.steps + 1
     return f(x) * SETTINGS.steps * SETTINGS.draws.random()
+
+
+def _taking_away(f: Callable[[Tensor], Tensor], x: Tensor, _: Any) -> Tensor:
+    global MADE, WAITS
+    if "waits" in vars(_Counting) and "WAITS" in globals() and hasattr(SETTINGS, "waits"):
+        del _Counting.waits, WAITS, SETTINGS.waits
+        _Counting.made += 1
+    if "MADE" not in globals():
+        MADE = SETTINGS.made = 1
+        _Counting.made += 1
+    return f(x) * (1 + _Counting.made)
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_what_a_forward_takes_away_or_makes_is_so_once(mesh: DeviceMesh) -> None:
+    def reset() -> None:
+        global WAITS
+        _Counting.made, _Counting.waits = 0, 0
+        WAITS = SETTINGS.waits = [0]
+        globals().pop("MADE", None)
+
+    reset()
+    _both(mesh, _taking_away, reset, _Counting)
+    assert _Counting.made == 2
 
 
 @on_meshes({"fsdp": 1, "tp": 2})
