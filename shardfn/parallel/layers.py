@@ -19,15 +19,10 @@ from torch import Tensor, nn
 
 from shardfn._torch import padding_widths
 from shardfn.binding import Forward, weight_now
-from shardfn.layout import Part, Plan, class_of, even, is_in
+from shardfn.layout import Part, Plan, class_name, class_of, even, is_in, shallow_copy
 from shardfn.notation import ShardError
 from shardfn.parallel.compute_axes import ComputeAxes
 from shardfn.parallel.linears import FORWARDS, Layer, custom_forward, splits
-
-_FUSED = {  # a forward that hands its children's weights to one fused operation when nothing needs a gradient
-    "torch.nn.modules.transformer.TransformerEncoderLayer",
-    "torch.nn.modules.transformer.TransformerEncoder",
-}
 
 
 def parallel_forwards(plan: Plan, axes: ComputeAxes) -> dict[str, Forward]:
@@ -44,7 +39,7 @@ def parallel_forwards(plan: Plan, axes: ComputeAxes) -> dict[str, Forward]:
             if not any(is_in(name, module.name) for name in plan.info.ignored):
                 forwards[module.name] = _seeded(_attention(layer))
         elif module.forward in _FUSED and any(is_in(name, module.name) for name in split):
-            forwards[module.name] = _unfused
+            forwards[module.name] = _FUSED[module.forward]
     return forwards
 
 
@@ -315,6 +310,23 @@ def _unfused(own: Any, *args: Any, **kwargs: Any) -> Any:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
+def _encoder(
+    own: Any, src: Tensor, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None
+) -> Tensor:
+    """Zeros for padding at the end of sequences, ahead of its norm, where torch's fused operation makes them so."""
+    pads, plain = src_key_padding_mask, torch.is_grad_enabled() or torch.is_autocast_enabled() or own.layers[0].training
+    fused = torch.backends.mha.get_fastpath_enabled() and own.use_nested_tensor and not torch.compiler.is_compiling()
+    if plain or not fused or pads is None or mask is not None or src.dim() != 3:
+        return _unfused(own, src, mask, pads, is_causal)
+    normless = shallow_copy(own, {}, {})
+    normless.norm = None
+    at_end = (pads.bool().int().cummax(1).values == pads.bool()).all()  # torch looks at all sequences together
+    out = _unfused(normless, src, None, pads, is_causal).masked_fill((pads.bool() & at_end)[..., None], 0)
+    return out if own.norm is None else own.norm(out)
+
+
+# Whose forward hands its children's weights to one fused operation when nothing needs a gradient.
+_FUSED = {class_name(nn.TransformerEncoderLayer): _unfused, class_name(nn.TransformerEncoder): _encoder}
 _FORWARDS: dict[str, Callable[[Layer], Forward]] = {**FORWARDS, "attention": _attention}  # by the kind of a module
 _FORWARDS |= {"convolution": _convolution, "transposed convolution": _convolution}
 _NORMS = {"batch norm": _batch_norm, "group norm": _group_norm, "instance norm": _instance_norm}

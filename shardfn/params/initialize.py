@@ -14,16 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardfn import layout
-from shardfn._torch import (
-    has_gradient_hooks,
-    of_each_rank,
-    part_of_rank,
-    simulated,
-    unwrap_local,
-    values_of,
-    wrap_local,
-)
+from shardfn import _torch, layout
 from shardfn.comm import VALUES, agree, digest, empty_shards, leaf_spec, whole
 from shardfn.layout import Grid, Layout, Plan, Policy, named_buffers, named_parameters, own_parts, plan, to_leaves
 from shardfn.notation import ShardError
@@ -49,7 +40,7 @@ class Origin(NamedTuple):
         lines = [f"buffer '{name}' {tuple(x.shape)} {x.dtype}" for name, x in buffers.items()]
         lines += [f"src={self.src}", "an init function" if self.init is not None else "no init function"]
         for name, x in named_parameters(self.model).items() if isinstance(self.model, nn.Module) else ():
-            if has_gradient_hooks(x) and not isinstance(x, DTensor):
+            if _torch.has_gradient_hooks(x) and not isinstance(x, DTensor):
                 why = f"shard: '{name}' has hooks for its gradient, which its shards would be without"
                 raise ShardError(f"{why}. Register them later, for backward(), or map gradients, by sf.tree.map")
         if alike and self.src is None:
@@ -77,7 +68,7 @@ def _tied_as_in(plan_: Plan, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for param in plan_.info.params:
         have = [values[name] for name in param.names if isinstance(values.get(name), Tensor)]
-        if len({unwrap_local(x).data_ptr() for x in have}) == 1:
+        if len({_torch.unwrap_local(x).data_ptr() for x in have}) == 1:
             named |= dict.fromkeys(param.names, have[0])
     return {**named, **{name: x for name, x in values.items() if name not in named}}
 
@@ -111,7 +102,7 @@ class NewTree:
         for name, buffer in buffers.items():
             sent = from_src(buffer, src, grid)
             own = sent if sent.is_meta else torch.empty_like(sent, device=grid.device).copy_(sent)
-            self.buffers[name] = of_each_rank(own) if simulated() else own
+            self.buffers[name] = _torch.of_each_rank(own) if _torch.simulated() else own
 
     def cut(self, layout: Layout, full: Tensor) -> None:
         """Fill this rank's part of every leaf of a full tensor; what is on the meta device stays so."""
@@ -125,7 +116,7 @@ class NewTree:
     def wrapped(self) -> Params:
         """The tree."""
         shards = ((name, self.shards[name]) for name in self.plan.leaves if name in self.shards)
-        leaves = ((name, wrap_local(x, leaf_spec(self.plan, self.grid, name, x.dtype))) for name, x in shards)
+        leaves = ((name, _torch.wrap_local(x, leaf_spec(self.plan, self.grid, name, x.dtype))) for name, x in shards)
         return Params(leaves, self.plan, self.mesh, self.buffers)
 
 
@@ -192,7 +183,7 @@ def _require_values(origin: Origin, plan_: Plan) -> None:
 def sampled(tensor: Tensor) -> str:
     """A hash of some elements: tells apart models that were made from different seeds, without reading all of them."""
     digests = []
-    for values in values_of(tensor.detach()):
+    for values in _torch.values_of(tensor.detach()):
         flat = values.reshape(-1)
         some = flat[:: max(1, flat.numel() // 64)].cpu().contiguous()
         digests.append(hashlib.blake2b(some.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest())
@@ -207,7 +198,7 @@ def from_src(tensor: Tensor, src: int | None, grid: Grid) -> Tensor:
     Elsewhere only its shape and dtype count.
     """
     if src is None or not grid.exchanges:
-        return part_of_rank(tensor.detach(), src or 0)
+        return _torch.part_of_rank(tensor.detach(), src or 0)
     full = torch.empty(tensor.shape, dtype=tensor.dtype, device=grid.device)
     if dist.get_rank() == src:
         full.copy_(tensor.detach())

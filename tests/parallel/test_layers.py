@@ -1,7 +1,9 @@
 """Layers of torch besides linears and tables with split weights, held against the same model on one rank."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -363,9 +365,15 @@ def test_an_encoder_evaluates_without_gradients(mesh: DeviceMesh) -> None:
     """Where torch would hand all weights of a layer to one fused operation."""
     case = Case(Encoder, ENCODER_RULES, (), {"heads": 4})
     model, ids = case.model().eval(), torch.arange(24).view(4, 6) % 20
-    params = sf.shard(model, mesh, case.policy)
-    with torch.no_grad():
-        torch.testing.assert_close(sf.apply(model, params, ids), model(ids))
+    normed = case.model().eval()
+    normed.encoder.norm = nn.LayerNorm(16, dtype=torch.float64)
+    nn.init.ones_(normed.encoder.norm.bias)
+    at_end = torch.arange(7) >= torch.tensor([[7], [5], [6], [3]])
+    for padding in (None, at_end, at_end.flip(0, 1), torch.zeros(at_end.shape).masked_fill(at_end, -torch.inf)):
+        for one, grad in product((model, normed), (False, True)):
+            params = sf.shard(one, mesh, case.policy)
+            with torch.set_grad_enabled(grad), warnings.catch_warnings(action="ignore"):  # of torch's nested tensors
+                torch.testing.assert_close(sf.apply(one, params, ids, padding), one(ids, padding))
     assert torch.backends.mha.get_fastpath_enabled()
 
 
