@@ -273,9 +273,10 @@ def unknown_axes(spec: Spec, axes: Mapping[str, int]) -> list[str]:
     used = [(axis, factor.span) for factor in spec.factors for axis in factor.axes]
     used += [(axis, spec.partial_span) for axis in spec.partial]
     bare = [factor for factor in spec.factors if factor.name in axes and not factor.axes]
+    other = {a: f"; write '{a}@{x.name}'" for x in spec.factors for a in x.axes if x.name in axes}
     return [f"a dim is split by an @: write '_@{x.name}'\n{spec.caret(x.span)}" for x in bare] + [
         f"unknown mesh axis '{axis}'; the mesh has {have}"
-        f"{did_you_mean(axis, axes) or f'; for a mesh that splits nothing over it write {have}, {axis}=1'}\n"
+        f"{other.get(axis) or did_you_mean(axis.lower(), axes) or f'; to split nothing over it: {have}, {axis}=1'}\n"
         f"{spec.caret(span)}"
         for axis, span in used
         if axis not in axes

@@ -38,8 +38,10 @@ def parallel_forwards(plan: Plan, axes: ComputeAxes) -> dict[str, Forward]:
         elif module.kind == "attention" and axes.drops is not None:
             if not any(is_in(name, module.name) for name in plan.info.ignored):
                 forwards[module.name] = _seeded(_attention(layer))
-        elif module.forward in _FUSED and any(is_in(name, module.name) for name in split):
-            forwards[module.name] = _FUSED[module.forward]
+        elif module.forward == class_name(nn.TransformerEncoder):
+            forwards[module.name] = _encoder
+        elif module.forward == class_name(nn.TransformerEncoderLayer) and any(is_in(x, module.name) for x in split):
+            forwards[module.name] = _unfused
     return forwards
 
 
@@ -301,7 +303,7 @@ def _weights(layer: Layer, module: Any, split: Sequence[str], weights: Tensor, a
 
 
 def _unfused(own: Any, *args: Any, **kwargs: Any) -> Any:
-    """An encoder (layer) that calls its children, also when nothing needs a gradient."""
+    """An encoder layer that calls its children, also when nothing needs a gradient."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -310,23 +312,20 @@ def _unfused(own: Any, *args: Any, **kwargs: Any) -> Any:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-def _encoder(
-    own: Any, src: Tensor, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None
-) -> Tensor:
-    """Zeros for padding at the end of sequences, ahead of its norm, where torch's fused operation makes them so."""
-    pads, plain = src_key_padding_mask, torch.is_grad_enabled() or torch.is_autocast_enabled() or own.layers[0].training
+def _encoder(own: Any, src: Tensor, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None) -> Any:
+    """An encoder that makes no nested tensor, but zeros of padding, ahead of its norm, where torch's would."""
+    inner, pads = shallow_copy(own, {}, {}), src_key_padding_mask
+    inner.use_nested_tensor = False
+    plain = torch.is_grad_enabled() or torch.is_autocast_enabled() or own.layers[0].training or mask is not None
     fused = torch.backends.mha.get_fastpath_enabled() and own.use_nested_tensor and not torch.compiler.is_compiling()
-    if plain or not fused or pads is None or mask is not None or src.dim() != 3:
-        return _unfused(own, src, mask, pads, is_causal)
-    normless = shallow_copy(own, {}, {})
-    normless.norm = None
+    if plain or not fused or pads is None or src.dim() != 3:
+        return class_of(own).forward(inner, src, mask, pads, is_causal)
+    inner.norm = None
     at_end = (pads.bool().int().cummax(1).values == pads.bool()).all()  # torch looks at all sequences together
-    out = _unfused(normless, src, None, pads, is_causal).masked_fill((pads.bool() & at_end)[..., None], 0)
+    out = class_of(own).forward(inner, src, mask, pads, is_causal).masked_fill((pads.bool() & at_end)[..., None], 0)
     return out if own.norm is None else own.norm(out)
 
 
-# Whose forward hands its children's weights to one fused operation when nothing needs a gradient.
-_FUSED = {class_name(nn.TransformerEncoderLayer): _unfused, class_name(nn.TransformerEncoder): _encoder}
 _FORWARDS: dict[str, Callable[[Layer], Forward]] = {**FORWARDS, "attention": _attention}  # by the kind of a module
 _FORWARDS |= {"convolution": _convolution, "transposed convolution": _convolution}
 _NORMS = {"batch norm": _batch_norm, "group norm": _group_norm, "instance norm": _instance_norm}

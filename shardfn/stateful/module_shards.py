@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn import _torch
 from shardfn._torch import buffers_of, children_of, dtypes_of, parameters_of, refresh_flat_weights, unwrap_local
@@ -32,6 +33,7 @@ from shardfn.transforms import apply
 STANDS_FOR = f"{OWN}stands_for"  # on a whole parameter: the leaf that it stands for
 
 
+_AROUND: Any = WeakIdKeyDictionary()  # part of a leaf -> the storage of the leaf; of leaves no weak reference may be
 # All that were made for one module: only those with the layouts of the last one know what its parameters are.
 _MADE_FOR: "weakref.WeakKeyDictionary[nn.Module, WeakSet[ModuleShards]]" = weakref.WeakKeyDictionary()
 
@@ -44,7 +46,6 @@ class ModuleShards:
         self.plan, self.mesh = plan, mesh
         self._sharded_anew = False
         self._storages = list[int]()  # of the leaves, when they were last used
-        self._parts = list["weakref.ref[Tensor]"]()
         self._tables = [with_tables(module) for module in model.modules()]
         self._counts = list(map(len, self._tables))
         slots = [(leaf, (parameters_of(x), key)) for x, _, _, keys in _owned(model, plan) for leaf, key in keys.items()]
@@ -54,7 +55,7 @@ class ModuleShards:
         self._of_modules: Mapping[str, Tensor] | None = None  # the buffers of a tree that are those of the modules
         self._children = [children_of(module) for module in model.modules()]
         self._structure = self._structure_now()
-        self._dtypes = dtypes_of(self.leaves().values())
+        self._dtypes = dtypes_of(self._not_replaced().values())
         named = model.named_modules(remove_duplicate=False)
         # The names of a module in a tree begin with its path, "block.".
         self._buffers = [(f"{path}." if path else "", buffers_of(module)) for path, module in named]
@@ -83,21 +84,21 @@ class ModuleShards:
         `reduction` is what a backward does with its gradients, and `holds_back` says of a unit, when its gradients
         come, whether they stay unreduced.
         """
-        leaves = self.leaves()
-        self._require_not_replaced(leaves)
-        params = Params(leaves, self.plan.with_reduction(reduction), self.mesh, self.buffers_now())
+        params = Params(self._not_replaced(), self.plan.with_reduction(reduction), self.mesh, self.buffers_now())
         params.holds_back = holds_back
         return params
 
-    def _require_not_replaced(self, leaves: Mapping[str, Tensor]) -> None:
-        """Nobody has assigned to `.data` of a leaf, which is around its part, and does not replace it."""
+    def _not_replaced(self) -> dict[str, Any]:
+        """The leaves, if nobody has assigned to `.data` of one, which is around its part, and does not replace it."""
+        leaves = self.leaves()
         now = [*map(_torch.storage_key, leaves.values())]
         if now != self._storages:
             parts = _torch.unwrap_locals([*leaves.values()])
-            for name, part, old, own, new in zip(leaves, self._parts, self._storages, parts, now, strict=False):
-                if part() is own and old != new:
+            for name, part, around in zip(leaves, parts, now, strict=True):
+                if _AROUND.setdefault(part, around) != around:
                     raise ShardError(f"'{name}'.data = value does not change a DTensor: write parameter.copy_(value)")
-            self._storages, self._parts = now, [*map(weakref.ref, parts)]
+            self._storages = now
+        return leaves
 
     def run(self, model: nn.Module, params: Params | None, method: str, args: Any, kwargs: Any) -> Any:
         """Call a method of the module with the weights of a tree that `params` made.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardfn import optim
+from shardfn import _torch, optim
 from shardfn._torch import IncompatibleKeys, buffers_of, children_of, parameters_of, pytree, set_tables, unwrap_local
 from shardfn.checkpoint import directories
 from shardfn.comm import agree, failing_together, require_own_part
@@ -126,6 +126,8 @@ class Trainer(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Its own attributes are not the model's, whose children and buffers may have the same names."""
+        if isinstance(getattr(type(self), name, None), property):
+            raise ShardError(f"Trainer.{name} is not assigned to: write trainer.load_state_dict(params)")
         self.__dict__[name] = value
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,8 +169,10 @@ class Trainer(nn.Module):
 
         Raises:
             ShardError: no optimizer or loss_fn; a batch that does not divide into `accumulate` parts; a parameter that
-                was frozen, or is no longer, since the model was sharded.
+                was frozen, or is no longer, since the model was sharded; it is recorded, by `sf.jit`.
         """
+        if _torch.has_no_memory():
+            raise ShardError("Trainer.step: in sf.jit its counts would stand still; write Policy(compile=True) instead")
         optimizer = self._require("optimizer", self.optimizer)
         params = self.params
         _require_flags(params)

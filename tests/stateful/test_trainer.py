@@ -1222,20 +1222,43 @@ def test_a_state_dict_without_the_prefix_of_a_compiled_model_says_what_to_write(
     trainer.load_state_dict({"_orig_mod." + name: x for name, x in model.state_dict().items()})
 
 
+def test_a_tree_is_not_assigned_and_a_step_is_not_recorded() -> None:
+    mesh, model = sf.make_mesh("cpu", fsdp=1), nn.Linear(4, 4)
+    trainer: Any = sf.Trainer(
+        model,
+        mesh,
+        sf.Policy(),
+        optimizer=sf.optim.adamw(0.1),
+        loss_fn=lambda p, x: sf.apply(model, p, x).square().mean(),
+    )
+    zeros = sf.tree.map(torch.zeros_like, trainer.params)
+    with pytest.raises(
+        sf.ShardError, match=r"Trainer.params is not assigned to: write trainer\.load_state_dict\(params"
+    ):
+        trainer.params = zeros
+    with pytest.raises(sf.ShardError, match=r"in sf\.jit its counts would stand still; write Policy\(compile=True\)"):
+        sf.jit(trainer.step, backend="eager")(torch.ones(2, 4))
+    trainer.step(torch.ones(2, 4))
+    trainer.load_state_dict(zeros)
+    assert trainer.steps == 1 and not trainer(torch.ones(2, 4)).any()
+
+
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 @pytest.mark.parametrize("how", ["Trainer", "FSDP1", "FSDP2"])
+@pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("value", [lambda p: p.data * 2, lambda p: torch.ones(4, 4)])
-def test_what_is_assigned_to_data_is_not_lost_in_silence(how: str, value: Any) -> None:
+def test_what_is_assigned_to_data_is_not_lost_in_silence(how: str, value: Any, used: bool) -> None:
     mesh, x = sf.make_mesh("cpu", fsdp=1), torch.ones(3, 4)
     made = {"Trainer": lambda m: sf.Trainer(m, mesh, sf.Policy()), "FSDP1": lambda m: FSDP(m), "FSDP2": fully_shard}
     model: Any = made[how](nn.Linear(4, 4))
     (weight,) = (p for p in model.parameters() if p.dim() == 2)
-    model(x).sum().backward()
-    torch.optim.AdamW(model.parameters(), 0.1).step()
-    weight.data.mul_(2)
-    weight.data.copy_(weight.data + 1)
-    before = model(x).detach()
-    assert torch.equal(copy.deepcopy(model)(x), before) if how == "Trainer" else True
+    if used:
+        model(x).sum().backward()
+        torch.optim.AdamW(model.parameters(), 0.1).step()
+        weight.data.mul_(2)
+        weight.data.copy_(weight.data + 1)
+        before = model(x).detach()
+        assert torch.equal(copy.deepcopy(model)(x), before) if how == "Trainer" else True
     weight.data = value(weight)
     with pytest.raises(sf.ShardError, match=r"weight'\.data = value does not change a DTensor: write parameter\.copy_"):
         model(x)

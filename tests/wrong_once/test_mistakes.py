@@ -233,10 +233,18 @@ MISTAKES: dict[str, Mistake] = {
         r"did you mean 'tp'\?",
         lambda mesh: _tree(mesh, rules={"0.weight": "f@tp c"}),
     ),
+    "a rule the wrong way round": Mistake(
+        lambda mesh: _tree(mesh, rules={"0.weight": "tp@ff c"}),
+        r"write 'ff@tp'",
+        lambda mesh: _tree(mesh, rules={"0.weight": "ff@tp c"}),
+    ),
+    "an axis in capitals": Mistake(
+        lambda mesh: _tree(mesh, rules={"0.weight": "ff@TP c"}),
+        r"did you mean 'tp'\?",
+        lambda mesh: _tree(mesh, rules={"0.weight": "ff@tp c"}),
+    ),
     "an axis that the mesh lacks": Mistake(
-        lambda _: _alone(fsdp=4),
-        "for a mesh that splits nothing over it write fsdp=4, tp=1",
-        lambda _: _alone(fsdp=4, tp=1),
+        lambda _: _alone(fsdp=4), "to split nothing over it: fsdp=4, tp=1", lambda _: _alone(fsdp=4, tp=1)
     ),
     "a typo in a field": Mistake(
         lambda mesh: _tree(mesh, unit="*"), r"did you mean 'units'\?", lambda mesh: _tree(mesh, units="*")
