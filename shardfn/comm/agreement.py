@@ -264,6 +264,19 @@ def require_same(
         raise ShardError(f"{what} differs between ranks along {', '.join(axes)}: {row.tolist()}{instead}")
 
 
+def compare_gradients(output: Any, grid: Grid, axes: Sequence[str]) -> None:
+    """In the backward of a loss of one's own its gradients of whole outputs are compared over axes, as inputs are."""
+
+    def compare(grad: Tensor) -> None:
+        columns = grad.detach().reshape(-1, grad.shape[-1] if grad.dim() else 1).sum(0, dtype=torch.float64)
+        number = (columns * torch.arange(len(columns), device=grad.device).cos()).sum()
+        require_same("backward: the gradient of what the model returns", number, grid, axes, 1e-3, SAME_SAMPLES)
+
+    for x in pytree.tree_leaves(output):
+        if type(x) is Tensor and x.requires_grad and x.is_floating_point():
+            x.register_hook(compare)
+
+
 def wrong_inputs(batch: Any, device: torch.device, dtensors: bool = False) -> str | None:
     """Why the inputs of `apply` cannot be used on this rank; whether `dtensors` may be among them."""
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:

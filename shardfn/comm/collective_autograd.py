@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn import _torch
 from shardfn.comm.raw_collectives import exchange_flat, gather_flat, scatter_sum_flat, sum_flat_
 from shardfn.context import active_transforms
-from shardfn.layout import MeshSpec, axes_of, may_be_differentiated
+from shardfn.layout import MeshSpec, axes_of, is_batch_axis, may_be_differentiated
 from shardfn.notation import ShardError
 
 # Pairs: one tensor over one named axis. Each has a linear forward, so that forward mode applies it to the tangent and
@@ -143,6 +143,8 @@ class _InGraph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         kind, mesh, axis, dims = ctx.where
+        if not getattr(ctx, "meets", True):
+            active_transforms.require_met(ctx, kind, axis)
         transpose = _PAIRS[kind].transpose
         if transpose == kind:
             *others, one, other = dims
@@ -193,7 +195,8 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str, mesh: DeviceMesh, axis: str, dims: tuple[Any, ...]) -> Tensor:
-        ctx.where = kind, mesh, axis, dims
+        ctx.where, ctx.meets = (kind, mesh, axis, dims), _PAIRS[kind].varies or not ctx.needs_input_grad[0]
+        ctx.meets = ctx.meets or not is_batch_axis(axis) or active_transforms.is_under_way()  # or by a pvary, later
         return _PAIRS[kind].move(x, mesh, axis, *dims)
 
     @staticmethod
@@ -216,6 +219,8 @@ def bind(kind: str, x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Tensor:
             out = apply(x, *where)
             if not varies and active_transforms.is_under_way():
                 active_transforms.note_shared(out, axis, kind)
+            elif kind in ("pvary", "into_losses") and is_batch_axis(axis):
+                active_transforms.note_met(x, axis)
             return out
         with watched(None):  # what it is made of is not the function's
             out = apply(x, *where)

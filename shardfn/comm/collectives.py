@@ -137,7 +137,7 @@ def _require_no_loss(name: str, x: Tensor, axis: str) -> None:
     """Outside of transforms `Differentiation.require_varying` looks whether a `pvary` follows; there nobody can."""
     if torch.compiler.is_compiling():
         return
-    if not x.dim() and active_transforms.is_under_way() and not watching() and active_transforms.is_shared(x, axis):
+    if not x.dim() and not watching() and active_transforms.is_shared(x, axis):
         whole = f"the loss is whole over {axis!r} already, the same on each of its ranks, as what sf.apply returns is"
         raise ShardError(f"{name}: {whole}. Leave out the {name} over {axis!r}: nothing is to be written for that axis")
     if axis not in active_transforms.axes_of_losses() or watching():

@@ -192,6 +192,25 @@ def note_shared(shared: Tensor, axis: str, name: str) -> None:
             each._shared.append((shared.grad_fn, axis, name))
 
 
+def note_met(shared: Tensor, axis: str) -> None:
+    """A collective takes what the ranks of a data axis share to the loss of each."""
+    for node in _nodes([shared], partial(_makes_shared, axis=axis)):
+        if _makes_shared(node, axis):
+            node.meets = True
+
+
+def require_met(node: Any, name: str, axis: str) -> None:
+    """Check in a backward of one's own, where each data rank has its own loss, that what they share came by a `pvary`.
+
+    Raises:
+        ShardError: it did not: the gradients of parameters would be those of a part of the losses.
+    """
+    if not _OF_TREES.isdisjoint(type(before).__name__ for before in _nodes([node])):
+        why = f"the loss uses what {name} over {axis!r} gives, which its ranks share, and each has a loss of its own"
+        write = f"Write sf.collectives.pvary(x, mesh, {axis!r}) of it; to print a loss, {name}(loss.detach(), ...)"
+        raise ShardError(f"backward: {why}, whose gradients are averaged. {write}")
+
+
 def note_tree(tree: Mapping[str, Tensor]) -> None:
     """A loss uses a tree: is it made of what somebody outside of all losses asks for?"""
     around = _UNDER_WAY.get()
@@ -212,9 +231,9 @@ def _sources(tensors: Iterable[Tensor]) -> Iterator[Any]:
         yield id(node.variable) if type(node).__name__ == "AccumulateGrad" else node
 
 
-def _nodes(tensors: Iterable[Tensor], ends_at: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
-    """The nodes of the graph that tensors are made by, but for those before a node at which it `ends_at`."""
-    nodes: list[Any] = [x.grad_fn for x in tensors]
+def _nodes(tensors: Iterable[Any], ends_at: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
+    """The nodes of the graph that tensors, or nodes, are made by, but for those before a node at which it `ends_at`."""
+    nodes: list[Any] = [getattr(x, "grad_fn", x) for x in tensors]
     seen = set[Any]()
     while nodes:
         node = nodes.pop()

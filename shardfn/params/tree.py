@@ -187,9 +187,8 @@ class Params(dict[str, Any]):
         raise AttributeError(f"Params has no attribute '{name}'")
 
     def __missing__(self, name: str) -> NoReturn:
-        raise KeyError(
-            f"no leaf {name!r}; the tree has {', '.join(list(self)[:4])}, ...; several are select('{name}.*')"
-        )
+        some = ", ".join(list(self)[:4])
+        raise KeyError(f"no leaf {name!r}; the tree has {some}, ...; several are select('{name}.*')")
 
     def __repr__(self) -> str:
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.plan.axes.items())

@@ -100,9 +100,8 @@ def axes_of_dims(spec: Spec, ndim: int, sizes: dict[str, int]) -> list[tuple[str
     for dim in spec.expand(ndim).dims:
         first, *inner = dim.factors
         if any(sizes[axis] > 1 for factor in inner for axis in factor.axes):
-            raise ShardError(
-                f"dropout: '{dim}' is split over an inner factor: its parts lie apart; drop before the join"
-            )
+            why = f"dropout: '{dim}' is split over an inner factor: its parts lie apart; drop before the join"
+            raise ShardError(why)
         axes.append(first.axes)
     return axes
 

@@ -390,9 +390,8 @@ class ShapeTrace:
         why = self._fails_in(adjust, "one")
         if written := of_torch(f"{error}\n{why}") or wiring.advice_on(self.plan, self._buffers, error):
             where = why or f"{run.failed_at or type(self.model).__name__!r}: {error}"
-            return ShardError(
-                f"apply: a run of the forward without data failed in {where}\n{written}{self._loop_hint()}"
-            )
+            failed = f"apply: a run of the forward without data failed in {where}"
+            return ShardError(f"{failed}\n{written}{self._loop_hint()}")
         if not why:
             return self._stopped(run, error)
         return ShardError(

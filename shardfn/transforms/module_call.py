@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn import _torch, comm
 from shardfn.binding import Forward, InnerCall, ModelBinding, Wiring, call_now, escaped, goes_around, has_attribute
-from shardfn.context import derivatives_asked_for, note_tree, recording, requires_grad
+from shardfn.context import derivatives_asked_for, is_under_way, note_tree, recording, requires_grad
 from shardfn.engine import Borrowed, Session, recomputed
 from shardfn.layout import Grid, Plan, class_of, decide, first_match, grid_of, submodule, unwrapped
 from shardfn.notation import ShardError, did_you_mean
@@ -113,6 +113,8 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
         output = call.run(adjust, args, kwargs)
         if draws:
             comm.require_same_draws(since, call.grid, params.compares)
+        if params.compares and not is_under_way():
+            comm.compare_gradients(output, call.grid, params.compares)
         return wiring.cast_floats(output, params.plan.policy.output_dtype)
     finally:
         if outermost:
@@ -164,10 +166,9 @@ class _Call:
         compares = (self.loops or self.kept.calls <= _CHECKED_CALLS) and len(self.grid.ranks) > 1 and not inside
         self.params.compares = self.kept.compute if compares and not self.grid.pure else ()
         if compares:
+            batch = args, kwargs, self.model.training
             try:
-                comm.check_batch(
-                    self.grid, self.kept.compute, (args, kwargs, self.model.training), problem and str(problem)
-                )
+                comm.check_batch(self.grid, self.kept.compute, batch, problem and str(problem))
             except ShardError as error:
                 raise (problem or error) from None
         if problem is not None:
@@ -574,7 +575,5 @@ def _require_one(model: nn.Module, plan: Plan) -> None:
         shapes = f"{name!r} of shape {tuple(layout.shape)}, the model's has {tuple(param.shape)}"
         if layout.shape[1:] != param.shape:
             raise ShardError(f"apply: the tree was made for another model, with {shapes}; shard this model")
-        raise ShardError(
-            f"apply: the tree has several members, {shapes}. Map over them, sf.vmap(lambda p: sf.apply(model, p, x))"
-            "(tree), or take one, sf.tree.map(lambda w: w[0], tree)"
-        )
+        write = "Map over them, sf.vmap(lambda p: sf.apply(model, p, x))(tree), or take one, sf.tree.map(lambda w: w[0]"
+        raise ShardError(f"apply: the tree has several members, {shapes}. {write}, tree)")

@@ -106,10 +106,8 @@ class OutsideOfTree(TorchFunctionMode):
         names = [name for x in given if (name := self._names.get(id(x)) or vars(x).get(REPLACED)) is not None]
         if names and any(isinstance(x, Tensor) for x in pytree.tree_leaves(out)):
             why = "of the model as it was before it was sharded, which a list, a partial or a closure has kept"
-            raise ShardError(
-                f"apply: the forward computes with '{names[0]}' {why}. Read it from its module in the forward, as "
-                "self.weight is read, or keep it in an nn.ParameterList or nn.ParameterDict"
-            )
+            write = "Read it from its module in the forward, as self.weight is read, or keep it in an nn.ParameterList"
+            raise ShardError(f"apply: the forward computes with '{names[0]}' {why}. {write} or nn.ParameterDict")
         return out
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import shardfn as sf
 from shardfn._torch import pytree, unwrap_locals
+from shardfn.comm.buckets import whole as whole_of
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.fsdp2 import fully_shard
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
@@ -1220,6 +1221,57 @@ def test_a_state_dict_without_the_prefix_of_a_compiled_model_says_what_to_write(
     with pytest.raises(sf.ShardError, match=r"pass \{'_orig_mod\.' \+ name: x for name, x in state_dict\.items\(\)\}"):
         trainer.load_state_dict(model.state_dict())
     trainer.load_state_dict({"_orig_mod." + name: x for name, x in model.state_dict().items()})
+
+
+_BY_HAND: dict[str, Any] = {
+    "Trainer": lambda model, mesh: sf.Trainer(model, mesh, sf.Policy()),
+    "FSDP1": lambda model, mesh: FSDP(model),
+    "FSDP2": lambda model, mesh: fully_shard(model, mesh=mesh["fsdp"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@on_meshes({"fsdp": 2})
+def test_what_data_ranks_share_comes_into_a_loss_of_ones_own_by_a_pvary(mesh: DeviceMesh) -> None:
+    """`backward` averages the gradients of each rank's own loss."""
+    for make in _BY_HAND.values():
+        model = nn.Linear(4, 3, dtype=torch.float64)
+        nn.init.constant_(model.weight, 0.5)
+        plain = copy.deepcopy(model)
+        sharded: Any = make(model, mesh)
+        whole = torch.arange(24, dtype=torch.float64).view(6, 4)
+        (x,) = sf.data.local_batch((whole,), mesh)
+        with pytest.raises(sf.ShardError, match=r"backward: .* gives, which its ranks share.*pvary\(x, mesh, 'fsdp'\)"):
+            sf.collectives.pmean(sharded(x).square().mean(), mesh, "fsdp").backward()
+        sharded.zero_grad()
+        out = sharded(x)
+        mean = sf.collectives.pmean(out.mean(0), mesh, "fsdp")
+        with pytest.raises(sf.ShardError, match=r"Write sf\.collectives\.pvary"):
+            (out - mean).pow(4).mean().backward(retain_graph=True)
+        sharded.zero_grad()
+        out = sharded(x)
+        mean = sf.collectives.pmean(out.mean(0), mesh, "fsdp")
+        loss = (out - sf.collectives.pvary(mean, mesh, "fsdp")).pow(4).mean()
+        loss.backward()
+        assert torch.isfinite(sf.collectives.pmean(loss.detach(), mesh, "fsdp"))
+        expected = plain(whole)
+        (expected - expected.mean(0)).pow(4).mean().backward()
+        (weight,) = (p for p in sharded.parameters() if p.dim() == 2)
+        torch.testing.assert_close(whole_of(weight.grad), plain.weight.grad)
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_targets_that_differ_along_tp_are_an_error_in_the_backward(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5))
+    trainer = sf.Trainer(model, mesh, sf.Policy(rules={"0.weight": "ff@tp c", "2.weight": "o ff@tp"}))
+    x, targets = torch.ones(40, 4), torch.arange(40) % 5
+    nn.functional.cross_entropy(trainer(x), targets).backward()
+    trainer.zero_grad()
+    targets[7] = dist.get_rank()
+    with pytest.raises(sf.ShardError, match="the gradient of what the model returns differs between ranks along tp"):
+        nn.functional.cross_entropy(trainer(x), targets).backward()
+    with pytest.raises(sf.ShardError, match="the loss is whole over 'tp' already"):
+        sf.collectives.pmean(trainer(x).square().mean(), mesh, "tp")
 
 
 def test_a_tree_is_not_assigned_and_a_step_is_not_recorded() -> None:

@@ -125,15 +125,13 @@ def check_groups(process_group: Any, device_mesh: DeviceMesh | None, strategy: S
         ValueError: two ways at once, or a hybrid strategy that does not know its groups.
     """
     if process_group is not None and device_mesh is not None:
-        raise ValueError(
-            "Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them."
-        )
+        why = "Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them."
+        raise ValueError(why)
     if strategy not in HYBRID:
         return
     if process_group is None and device_mesh is None and not wraps:
-        raise ValueError(
-            f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh."
-        )
+        why = f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh."
+        raise ValueError(why)
     if device_mesh is not None and (not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 2):
         raise ValueError(f"Expected device_mesh to have ndim=2 but got {getattr(device_mesh, 'ndim', device_mesh)}")
     if process_group is not None and not _is_valid_hybrid_shard_pg_type(process_group):

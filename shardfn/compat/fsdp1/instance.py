@@ -336,9 +336,8 @@ def ignored_in(
         ValueError, TypeError: the caller names something else, with the words of torch.
     """
     if ignored_modules is not None and ignored_states is not None:
-        raise ValueError(
-            "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
-        )
+        why = "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
+        raise ValueError(why)
     if ignored_states is not None and ignored_parameters is not None:
         raise ValueError("ignored_parameters is the old name of ignored_states. Please just pass ignored_states.")
     states: list[Any] = list(ignored_states if ignored_states is not None else ignored_parameters or [])
@@ -386,9 +385,8 @@ def clamped(settings: Settings, mesh: DeviceMesh, *, quiet: bool = False) -> Set
     strategy = settings.sharding_strategy
     if mesh.get_group("fsdp").size() == 1:
         if strategy != ShardingStrategy.NO_SHARD and not quiet:
-            warnings.warn(
-                f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.", stacklevel=3
-            )
+            why = f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1."
+            warnings.warn(why, stacklevel=3)
         return replace(settings, sharding_strategy=ShardingStrategy.NO_SHARD)
     if strategy == ShardingStrategy.NO_SHARD and not quiet:
         warnings.warn(

@@ -84,9 +84,8 @@ class StateDicts:
         settings = [record.state_dicts for _, _, record in Instance.all_in(module)]
         for other in settings[1:]:
             if other != settings[0]:
-                raise AssertionError(
-                    f"All FSDP modules must have the same state dict settings.Got {other} and {settings[0]}."
-                )
+                why = f"All FSDP modules must have the same state dict settings.Got {other} and {settings[0]}."
+                raise AssertionError(why)
         return settings[0]
 
     @staticmethod
@@ -376,9 +375,8 @@ def summon_full_params(
     for _, record in instances:
         orig = record.settings.use_orig_params
         if with_grads and (offload_to_cpu or not orig):
-            raise NotImplementedError(
-                f"with_grads=True, use_orig_params={orig}, offload_to_cpu={offload_to_cpu} is not supported yet"
-            )
+            why = f"with_grads=True, use_orig_params={orig}, offload_to_cpu={offload_to_cpu} is not supported yet"
+            raise NotImplementedError(why)
         if offload_to_cpu and not record.settings.shards:
             raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported yet")
         if writeback and rank0_only:

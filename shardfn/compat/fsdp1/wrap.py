@@ -23,9 +23,8 @@ def default_auto_wrap_policy(
     exclude_wrap_modules: Any = None,
 ) -> bool:
     """`size_based_auto_wrap_policy` under its name in torch 1.11, with the argument name of then."""
-    return torchs.size_based_auto_wrap_policy(
-        module, recurse, unwrapped_params, min_num_params, force_leaf_modules, exclude_wrap_modules
-    )
+    least, leaves, excluded = min_num_params, force_leaf_modules, exclude_wrap_modules
+    return torchs.size_based_auto_wrap_policy(module, recurse, unwrapped_params, least, leaves, excluded)
 
 
 default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = torchs.size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES  # pyright: ignore

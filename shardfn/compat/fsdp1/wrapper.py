@@ -413,9 +413,8 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
             RuntimeError: on an inner instance.
             ValueError: inside `summon_full_params`.
         """
-        self._require_idle_root(
-            "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module."
-        )
+        why = "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module."
+        self._require_idle_root(why)
         return having(*(record for _, _, record in Instance.all_in(self)), syncs=False)
 
     @torch.no_grad()
@@ -538,6 +537,5 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 def _warn_of_containers(module: nn.Module) -> None:
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        warnings.warn(
-            f"FSDP will not all-gather parameters for containers that do not implement forward: {module}", stacklevel=3
-        )
+        why = f"FSDP will not all-gather parameters for containers that do not implement forward: {module}"
+        warnings.warn(why, stacklevel=3)

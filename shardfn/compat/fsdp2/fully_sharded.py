@@ -249,9 +249,8 @@ def _check_reshard(value: bool | int | None, ranks: int) -> None:
     if value is None or isinstance(value, bool):
         return
     if not isinstance(value, int):
-        raise ValueError(
-            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value}"
-        )
+        why = f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value}"
+        raise ValueError(why)
     if value < 1 or value > ranks or ranks % value:
         raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {ranks}, not {value}")
 
@@ -297,9 +296,8 @@ def _dims(module: nn.Module, fn: Callable[[nn.Parameter], Any] | None, ranks: in
         if not 0 <= dim < parameter.dim():
             raise ValueError(f"fully_shard: {name!r} of shape {tuple(parameter.shape)} has no dim {placement.dim}")
         if dim and parameter.shape[dim] % ranks:
-            raise NotImplementedError(
-                f"FSDP does not support uneven sharding on dim {dim}: {tuple(parameter.shape)} (world size: {ranks})"
-            )
+            why = f"FSDP does not support uneven sharding on dim {dim}: {tuple(parameter.shape)} (world size: {ranks})"
+            raise NotImplementedError(why)
         dims[id(parameter)] = dim
     return dims
 
@@ -316,9 +314,8 @@ def _require_whole(module: nn.Module, leave: set[int], dims: Any) -> None:
         for kind, name in [("shard", n) for n in dims.shard_names] + [("replicate", n) for n in dims.replicate_names]:
             placement = parameter.placements[names.index(name)]
             if not placement.is_replicate():
-                raise ValueError(
-                    f"Expected Replicate() on DP {kind} dim '{name}' (index {names.index(name)}) but got {placement}"
-                )
+                why = f"Expected Replicate() on DP {kind} dim '{name}' (index {names.index(name)}) but got {placement}"
+                raise ValueError(why)
 
 
 @functools.cache
