@@ -542,3 +542,11 @@ def test_a_loss_that_ranks_share_is_not_added_over_them(mesh: DeviceMesh) -> Non
         collective(loss(params), mesh, "tp")  # where nobody differentiates
     sf.grad(penalty)(params)
     assert_trees_close(sf.gather(sf.grad(parts)(params)), sf.gather(sf.grad(loss)(params)))
+
+
+@on_meshes({"fsdp": 2})
+def test_a_sum_over_data_ranks_of_no_model_is_differentiated_as_it_says(mesh: DeviceMesh) -> None:
+    """Its transpose is `pvary`; only in the backward of a model, whose gradients are averaged, is it an error."""
+    x = torch.ones(3, requires_grad=True)
+    (sfc.psum(x, mesh, "fsdp") * 2).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [2, 2, 2]

@@ -367,7 +367,9 @@ def test_an_encoder_evaluates_without_gradients(mesh: DeviceMesh) -> None:
     model, ids = case.model().eval(), torch.arange(24).view(4, 6) % 20
     normed = case.model().eval()
     normed.encoder.norm = nn.LayerNorm(16, dtype=torch.float64)
-    nn.init.ones_(normed.encoder.norm.bias)
+    with torch.no_grad():  # or twice would be once
+        normed.encoder.norm.weight.copy_(torch.linspace(0.5, 2, 16))
+        normed.encoder.norm.bias.copy_(torch.linspace(-1, 1, 16))
     at_end = torch.arange(7) >= torch.tensor([[7], [5], [6], [3]])
     for padding in (None, at_end, at_end.flip(0, 1), torch.zeros(at_end.shape).masked_fill(at_end, -torch.inf)):
         for one, grad in product((model, normed), (False, True)):
