@@ -2,8 +2,8 @@
 
 Each name is resolved once, at import, and says under which condition it can go. By subject: `tensors` (DTensors,
 versions), `memory`, `groups` (process groups), `autograd`, `transforms` (`torch.func`, modes), `dispatch`
-(operations), `modules`, `simulation` (all ranks in one process), `symbols` (sizes that are no plain numbers). Not
-here: anything that knows of a plan.
+(operations), `modules`, `simulation` (all ranks in one process), `symbols` (sizes that are no plain numbers),
+`checkpoint_files` (what torch.distributed.checkpoint reads). Not here: anything that knows of a plan.
 """
 
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,6 +18,7 @@ from shardfn._torch.autograd import watch_backward, users_backward
 from shardfn._torch.dispatch import LAZY_MODULES, asks_for_values, backend_for_graphs, base_name, dispatch_modes
 from shardfn._torch.dispatch import function_modes, is_mutable, masks_pick_all, named_arguments, one_for_each
 from shardfn._torch.dispatch import outside_dispatch, outside_functions, outside_modes, record, without_writing
+from shardfn._torch.checkpoint_files import checkpoint_metadata
 from shardfn._torch.groups import COMPILES_EXCHANGES, HashStore, all_gather_single, all_to_all_single, close_connections
 from shardfn._torch.groups import default_store, exchanging, gathering, group_named, group_of, is_of_peers
 from shardfn._torch.groups import reduce_scatter_single, scattering_sum, summing, waited

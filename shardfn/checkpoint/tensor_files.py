@@ -55,34 +55,20 @@ class Stored:
     start: int
 
 
-class TensorFiles:
-    """The tensors of some files, by name."""
+class Reader:
+    """Reads parts of tensors that are in files, a few megabytes at a time."""
 
-    def __init__(self, path: AnyPath | Sequence[AnyPath]) -> None:
-        """Reads the headers.
-
-        Raises:
-            FileNotFoundError: there are no such files.
-            ShardError: a file is not one, or is cut off; two files have a tensor of one name.
-        """
-        self.tensors: dict[str, Stored] = {}
+    def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
         self._staging = torch.empty(0, dtype=torch.uint8)
-        for file in _find(path):
-            for name, stored in _read_header(file).items():
-                if name in self.tensors:
-                    raise ShardError(f"load_safetensors: '{name}' is in '{self.tensors[name].file}' and in '{file}'")
-                self.tensors[name] = stored
 
-    @property
-    def digest(self) -> str:
-        """A hash of names, shapes and dtypes."""
-        lines = sorted(f"{name} {x.file.name} {x.shape} {x.dtype}" for name, x in self.tensors.items())
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-    def read(self, name: str, box: Box, out: Tensor) -> None:
+    def read_from(self, stored: Stored, box: Box, out: Tensor) -> None:
         """Fill `out`, of any dtype and on any device, with a part of a tensor."""
-        stored = self.tensors[name]
+        first, size = tuple(start for start, _ in box), tuple(n for _, n in box)
+        in_one = prod(size[: _rows(size, stored.shape)]) == 1
+        if in_one and out.device.type == "cpu" and out.dtype == stored.dtype and out.is_contiguous() and out.numel():
+            ((start, _),) = _segments(stored.shape, first, size, stored.dtype.itemsize)
+            return self._pread(stored.file, out.view(-1).view(torch.uint8).numpy().data, stored.start + start)
         for block in blocks(out.shape, BLOCK_BYTES // stored.dtype.itemsize, stored.shape):
             first = tuple(start + at for (start, _), (at, _) in zip(box, block, strict=True))
             narrowed(out, block).copy_(self._value(stored, first, tuple(n for _, n in block)))
@@ -112,7 +98,7 @@ class TensorFiles:
         while len(data):
             done = os.preadv(self._descriptors[file], [data], at)
             if not done:
-                raise ShardError(f"load_safetensors: '{file}' has become shorter while it was read")
+                raise ShardError(f"'{file}' has become shorter")
             data, at = data[done:], at + done
 
     def close(self) -> None:
@@ -120,6 +106,35 @@ class TensorFiles:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors = {}
+
+
+class TensorFiles(Reader):
+    """The tensors of some files, by name."""
+
+    def __init__(self, path: AnyPath | Sequence[AnyPath]) -> None:
+        """Reads the headers.
+
+        Raises:
+            FileNotFoundError: there are no such files.
+            ShardError: a file is not one, or is cut off; two files have a tensor of one name.
+        """
+        super().__init__()
+        self.tensors: dict[str, Stored] = {}
+        for file in _find(path):
+            for name, stored in _read_header(file).items():
+                if name in self.tensors:
+                    raise ShardError(f"load_safetensors: '{name}' is in '{self.tensors[name].file}' and in '{file}'")
+                self.tensors[name] = stored
+
+    @property
+    def digest(self) -> str:
+        """A hash of names, shapes and dtypes."""
+        lines = sorted(f"{name} {x.file.name} {x.shape} {x.dtype}" for name, x in self.tensors.items())
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def read(self, name: str, box: Box, out: Tensor) -> None:
+        """Fill `out` with a part of a tensor."""
+        self.read_from(self.tensors[name], box, out)
 
 
 def _segments(shape: Sequence[int], first: Sequence[int], size: Sequence[int], item: int) -> Iterator[tuple[int, int]]:
@@ -269,7 +284,7 @@ class TensorWriter:
         for file in self._plan.files:
             descriptor = os.open(self._temporary(file.name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             self._descriptors[file.name] = descriptor
-            _write(descriptor, memoryview(file.header), 0)
+            write_at(descriptor, memoryview(file.header), 0)
             os.ftruncate(descriptor, file.nbytes)
 
     def _temporary(self, name: str) -> Path:
@@ -284,7 +299,7 @@ class TensorWriter:
             data, at = part.view(-1).view(torch.uint8).numpy().data, 0
             first = [begin + within for (begin, _), (within, _) in zip(box, block, strict=True)]
             for there, length in _segments(stored.shape, first, part.shape, item):
-                _write(descriptor, data[at : at + length], stored.start + there)
+                write_at(descriptor, data[at : at + length], stored.start + there)
                 at += length
 
     def finish(self) -> None:
@@ -320,7 +335,7 @@ def _rows(part: Sequence[int], whole: Sequence[int]) -> int:
     return next((dim for dim in reversed(range(len(part))) if part[dim] != whole[dim]), 0)
 
 
-def _write(descriptor: int, data: memoryview, at: int) -> None:
+def write_at(descriptor: int, data: memoryview, at: int) -> None:
     while len(data):
         done = os.pwrite(descriptor, data, at)
         data, at = data[done:], at + done

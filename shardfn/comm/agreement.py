@@ -50,6 +50,18 @@ def agree(mesh: DeviceMesh, plan: Plan | Exception, facts: Sequence[str] = (), v
     return rows[0][2] + 2**63
 
 
+def agree_on(mesh: DeviceMesh, verb: str, facts: Sequence[str], number: int = 0, instead: str = "") -> int:
+    """Check that all ranks of the mesh have the same facts; returns the number of the first one.
+
+    Raises:
+        ShardError: two ranks have other facts.
+    """
+    rows = exchange_numbers(mesh, [digest(facts), number])
+    if len({digest for digest, _ in rows}) > 1:
+        raise ShardError(f"{verb}: ranks differ: {_first_difference(_told(mesh, None, verb, facts))}{instead}")
+    return rows[0][1]
+
+
 @contextmanager
 def failing_together(mesh: DeviceMesh, verb: str) -> Iterator[None]:
     """When what is done within fails on a rank, all raise at its end: that error, or that another rank has one.
@@ -92,14 +104,15 @@ def _told(mesh: DeviceMesh, problem: Exception | None, verb: str, lines: Sequenc
         ShardError: another rank has a problem; this rank's own problem when it has one.
     """
     why = None if problem is None else f"{type(problem).__name__}: {problem}"
-    answers = _exchange(mesh, (dist.get_rank(), why, lines), _gather_objects)
+    kind = type(problem) if isinstance(problem, ShardError) else ShardError
+    answers = _exchange(mesh, (dist.get_rank(), why, kind, lines), _gather_objects)
     if problem is not None:
         raise problem
-    failed = {rank: why for rank, why, _ in answers if why}
+    failed = {rank: (kind, why) for rank, why, kind, _ in answers if why}
     if failed:
-        first, *_ = failed
-        raise ShardError(f"{verb}: rank {first} of {[*failed]} failed, so no rank goes on: {failed[first]}")
-    return [(rank, lines) for rank, _, lines in answers]
+        first, (kind, why) = next(iter(failed.items()))
+        raise kind(f"{verb}: rank {first} of {[*failed]} failed, so no rank goes on: {why}")
+    return [(rank, lines) for rank, _, _, lines in answers]
 
 
 def exchange_numbers(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
@@ -212,6 +225,12 @@ def _generators(device: torch.device) -> list[Any]:
 def random_states(device: torch.device) -> list[Tensor]:
     """Where torch's generators are, that of the CPU and that of the device."""
     return [module.get_rng_state() for module in _generators(device)]
+
+
+def set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Put torch's generators there."""
+    for module, state in zip(_generators(device), states, strict=True):
+        module.set_rng_state(state)
 
 
 def require_same_draws(since: Sequence[Tensor], grid: Grid, axes: Sequence[str]) -> None:

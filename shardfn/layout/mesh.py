@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -102,7 +103,9 @@ def roles(axes: Sequence[str], batch: Sequence[str]) -> Roles:
     return Roles(compute, data, tuple(axis for axis in data if not is_batch_axis(axis, BATCH_ONLY)))
 
 
-def make_mesh(device_type: str | None = None, /, *unnamed: Any, **axes: int) -> DeviceMesh:
+def make_mesh(
+    device_type: str | None = None, /, *unnamed: Any, timeout: float | timedelta | None = None, **axes: int
+) -> DeviceMesh:
     """A `DeviceMesh` with named axes, over all ranks; starts the process group when none is running.
 
     The last axis lies on neighbouring ranks, so put `tp` last. The process group comes from torchrun's environment
@@ -116,6 +119,8 @@ def make_mesh(device_type: str | None = None, /, *unnamed: Any, **axes: int) -> 
 
     Args:
         device_type: `"cpu"`, `"cuda"`...; default: the accelerator of this machine, else the CPU.
+        timeout: seconds that a collective waits for other ranks, of a process group that this starts; default: torch's,
+            30 minutes on CPU and 10 on CUDA.
         axes: axis name -> number of ranks, outermost first; one may be -1: whatever is left.
 
     Returns:
@@ -139,7 +144,8 @@ def make_mesh(device_type: str | None = None, /, *unnamed: Any, **axes: int) -> 
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"  # asynchronous checkpoints use the host
         launched = "RANK" in os.environ and "MASTER_ADDR" in os.environ
         alone: dict[str, Any] = {} if launched else {"store": HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, **alone)
+        waits = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+        dist.init_process_group(backend, timeout=waits, **alone)
     if not isinstance(sys.excepthook, _PrintOnce):
         sys.excepthook = _PrintOnce(sys.excepthook)
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))

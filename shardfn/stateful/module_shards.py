@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardfn import _torch
 from shardfn._torch import buffers_of, children_of, dtypes_of, parameters_of, refresh_flat_weights, unwrap_local
 from shardfn.binding import with_tables
-from shardfn.checkpoint import directories
+from shardfn.checkpoint import state_dicts
 from shardfn.comm import buckets
 from shardfn.layout import CLASS, OWN, Grid, Plan, Policy, Reduction, grid_of, note_shard, submodule, unwrapped
 from shardfn.notation import ShardError, raise_problems
@@ -152,7 +152,7 @@ class ModuleShards:
         """The tree of the values that whole parameters in the places of the shards have now."""
         tree = self.params()
         now = dict(model.named_parameters(remove_duplicate=False))
-        params = directories.from_state_dict(tree, {name: now[name].detach() for name in self.plan.canonical})
+        params = state_dicts.from_state_dict(tree, {name: now[name].detach() for name in self.plan.canonical})
         params.buffers = tree.buffers
         return params
 

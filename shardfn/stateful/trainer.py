@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from shardfn import _torch, optim
 from shardfn._torch import IncompatibleKeys, buffers_of, children_of, parameters_of, pytree, set_tables, unwrap_local
-from shardfn.checkpoint import directories
-from shardfn.comm import agree, failing_together, require_own_part
+from shardfn.checkpoint import Damaged, OfFirst, PerRank, directories, state_dicts
+from shardfn.comm import agree, failing_together, random_states, require_own_part, set_random_states
 from shardfn.context import having
-from shardfn.layout import Plan, Policy, make_mesh, planning
+from shardfn.layout import Plan, Policy, device_of, make_mesh, planning
 from shardfn.notation import ShardError
 from shardfn.params import Mean, Params, initialize, map_local, parts_of, sharding
 from shardfn.stateful.extra_state import OTHERS, load_into, memory_for, to_save
@@ -230,14 +230,25 @@ class Trainer(nn.Module):
                 loss = loss_fn(params, *batch)
         return {"loss": autodiff.value_of(loss, self.params), "tokens": self._tokens(batch)}
 
-    def save(self, directory: str | os.PathLike[str], **others: Any) -> Path:
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        **others: Any,
+    ) -> Path:
         """Write `directory/step-00000012` after 12 steps: parameters, buffers, optimizer state, average, step count.
+
+        And where the generators of random numbers are of each rank, which go on from there on as many ranks.
 
         Steps of a torch optimizer of these parameters count, those of the first one that steps. Buffers are those of
         the first rank.
 
         Args:
-            directory: where the checkpoints of a run are; the same on all ranks.
+            directory: where the checkpoints of a run are; the same on all ranks. One of this step is replaced.
+            keep: how many of the newest finished checkpoints there stay, this one among them; default: all.
+            keep_every: those whose step is a multiple of it stay, too.
             **others: more to save, by a name of yours: anything with `state_dict()` and `load_state_dict()`, as a torch
                 optimizer of `trainer.parameters()`, a learning-rate schedule, a gradient scaler.
 
@@ -251,7 +262,16 @@ class Trainer(nn.Module):
         saved = {name: to_save(other, name, self.params) for name, other in self._with_scaler(others).items()}
         path = Path(directory) / directories.STEP.format(self.steps)
         state = self._state() | {OTHERS: {name: tensors for name, (tensors, _) in saved.items()}}
-        return directories.save(path, state, self.mesh, notes={name: notes for name, (_, notes) in saved.items()})
+        state["buffers"] = {name: OfFirst(x) for name, x in self.module.named_buffers()}
+        state["random"] = [PerRank(x) for x in random_states(device_of(self.mesh.device_type))]
+        told = {name: notes for name, (_, notes) in saved.items()}
+        if keep is not None and keep < 1:
+            raise ShardError(f"Trainer.save: keep={keep} would take away this checkpoint, too; write keep=1 or more")
+        directories.save(path, state, self.mesh, notes=told, overwrite=True)
+        if keep is not None:
+            with failing_together(self.mesh, "Trainer.save"):
+                directories.prune(directory, keep, keep_every)
+        return path
 
     def load(self, directory: str | os.PathLike[str], **others: Any) -> Path:
         """Go on from a checkpoint, or from the newest one in a directory; any mesh and policy may have written it.
@@ -259,7 +279,7 @@ class Trainer(nn.Module):
         Nothing changes unless everything was read.
 
         Args:
-            directory: a checkpoint, or where those of a run are.
+            directory: a checkpoint, or where those of a run are: the newest one that is not damaged counts.
             **others: what `save` was given, under the same names.
 
         Returns:
@@ -270,18 +290,37 @@ class Trainer(nn.Module):
             ShardError: it is of another model or optimizer.
         """
         others = self._with_scaler(others)
-        path = Path(directory) if (Path(directory) / ".metadata").is_file() else directories.latest(directory)
-        directories.require_one_path("Trainer.load", None if path is None else str(path))
-        if path is None:
-            raise FileNotFoundError(f"Trainer.load: no checkpoint in '{directory}'")
-        notes = directories.notes(path)
-        if missing := [name for name in others if name not in notes]:
-            raise ShardError(f"Trainer.load: '{path}' was saved without {missing}: leave out; it has {sorted(notes)}")
+        directories.require_one_path(self.mesh, "Trainer.load", directory)
+        found = [Path(directory)] if directories.is_checkpoint(directory) else directories.steps(directory)
+        found = directories.of_first(found)
+        for path in found:
+            try:
+                return self._load(path, others)
+            except Damaged as error:
+                if path == found[-1]:
+                    raise
+                warnings.warn(f"Trainer.load: {error}. Going on with the checkpoint before it", stacklevel=2)
+        raise FileNotFoundError(f"Trainer.load: no checkpoint in '{directory}'")
+
+    def _load(self, path: Path, others: dict[str, Any]) -> Path:
+        """Go on from one checkpoint."""
+        with failing_together(self.mesh, "Trainer.load"):
+            notes = directories.notes(path)
+            if missing := [name for name in others if name not in notes]:
+                raise ShardError(
+                    f"Trainer.load: '{path}' was saved without {missing}: leave out; it has {sorted(notes)}"
+                )
         if left := [name for name in notes if name not in others]:
             asked = f"load(..., {left[0]}=...)"
-            warnings.warn(f"Trainer.load: '{path}' also has {left}, which nobody asked for: {asked}", stacklevel=2)
+            warnings.warn(f"Trainer.load: '{path}' also has {left}, which nobody asked for: {asked}", stacklevel=3)
         like = {name: memory_for(notes[name], name, self.params) for name in others}
-        state = directories.load(path, self._state() | {OTHERS: like}, self.mesh, whole=("params", "optimizer"))
+        wanted, whole = self._state() | {OTHERS: like}, ("params", "optimizer")
+        device = device_of(self.mesh.device_type)
+        if directories.saved_by(path, "random.0") == self.mesh.size():
+            wanted["random"] = [PerRank(x) for x in random_states(device)]
+        state = directories.load(path, wanted, self.mesh, whole=whole, unexpected="ignore")
+        if "random" in state:
+            set_random_states(device, [x.tensor for x in state["random"]])
         for name, other in others.items():
             load_into(other, name, notes[name], state[OTHERS][name], self.params)
         self._held.copy_in(state["params"])
@@ -302,7 +341,7 @@ class Trainer(nn.Module):
         state = self.module.state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         special = [layout for layout in self.plan.layouts.values() if not layout.plain]
-        shaped = directories.to_state_dict(self.params) if special else {}
+        shaped = state_dicts.to_state_dict(self.params) if special else {}
         for layout in special:
             for leaf, name in product(layout.leaves, layout.names):
                 state.pop(prefix + name + leaf.name.removeprefix(layout.name), None)
@@ -328,7 +367,7 @@ class Trainer(nn.Module):
         whole = ((n, x) for n, x in state_dict.items() if n in self.plan.canonical and not isinstance(x, DTensor))
         facts = [f"'{name}' in the state dict with values {initialize.sampled(x)}" for name, x in whole]
         agree(self.mesh, self.plan, facts, "Trainer.load_state_dict")
-        self._held.copy_in(directories.from_state_dict(self.params, state_dict))
+        self._held.copy_in(state_dicts.from_state_dict(self.params, state_dict))
         for name, buffer in self.module.named_buffers(remove_duplicate=False):
             if name in state_dict:
                 buffer.copy_(state_dict[name])
@@ -348,7 +387,7 @@ class Trainer(nn.Module):
         wanted = self.plan.canonical.keys() | (buffers.keys() & self.module.state_dict().keys())
         if isinstance(state_dict, Params):  # whose leaves may have other shapes than the model's
             kept = {name: value for name, value in state_dict.buffers.items() if name in wanted}
-            state_dict = directories.to_state_dict(state_dict) | kept
+            state_dict = state_dicts.to_state_dict(state_dict) | kept
         layouts = [x for x in self.plan.layouts.values() if any(name in state_dict for name in x.names)]
         missing = sorted(wanted - {name for layout in layouts for name in layout.names} - set(state_dict))
         unexpected = sorted(set(state_dict) - wanted)
@@ -401,7 +440,7 @@ class Trainer(nn.Module):
         require_no_gradients(whole)
         if writeback:
             now = {name: value.detach() for name, value in whole.items()}
-            self._held.copy_in(directories.from_state_dict(self.params, now))
+            self._held.copy_in(state_dicts.from_state_dict(self.params, now))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the `.grad`s in place to a global norm of at most `max_norm`; returns the norm before.

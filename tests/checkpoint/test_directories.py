@@ -1,5 +1,7 @@
 """Trees saved to directories, and loaded on other meshes; what does not fit, and what a save that died leaves."""
 
+import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,16 @@ import torch.distributed as dist
 from models import decoder, policy
 from ranks import folder
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardfn as sf
-from shardfn._torch import unwrap_locals
-from shardfn.checkpoint.directories import from_state_dict, to_state_dict
+from shardfn._torch import pytree, unwrap_locals
+from shardfn.checkpoint import commits
+from shardfn.checkpoint.__main__ import main
+from shardfn.checkpoint.hashed_files import HashingWriter, hash_of
+from shardfn.checkpoint.state_dicts import from_state_dict, to_state_dict
 from shardfn.comm.buckets import whole
 from shardfn.comm.flat_memory import merged
 from shardfn.testing import on_meshes, run, run_raises
@@ -106,6 +111,17 @@ def test_loaded_shards_lie_as_those_they_are_like(mesh: DeviceMesh) -> None:
     assert all(leaf.to_local().equal(params[name].to_local()) for name, leaf in loaded.items())
 
 
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_padding_is_zero_as_it_was(mesh: DeviceMesh) -> None:
+    params = sf.shard(_odd(0), mesh, RULES)
+    with folder() as at:
+        path = sf.checkpoint.save(at / "step-1", {"params": params})
+        for _ in range(3):
+            torch.full((4096,), float("nan"))  # what new memory may have held before
+            loaded = sf.checkpoint.load(path, {"params": params})["params"]
+            assert all(leaf.to_local().equal(params[name].to_local()) for name, leaf in loaded.items())
+
+
 @on_meshes({"fsdp": 2})
 def test_gradients_that_are_not_reduced_are_no_checkpoint(mesh: DeviceMesh) -> None:
     model = nn.Linear(4, 2)
@@ -124,13 +140,20 @@ def _bias(path: Path) -> Tensor:
     return sf.gather(sf.checkpoint.load(path, _one(9)))["bias"]
 
 
-def test_what_a_dead_save_left_is_not_in_the_next_one(tmp_path: Path) -> None:
-    left = tmp_path / ".writing-step-1"
-    left.mkdir()
-    (left / "__9_9.distcp").write_text("half of a file")
+def test_what_a_dead_save_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    """Unless its process lives, or is on another host."""
+    host, _, _ = commits.owner().split(".")
+    other = commits.started(os.getppid())
+    owners = [
+        f"{host}.{2**22 + 1}.1",
+        f"{host}.{os.getppid()}.17",
+        f"{host}.{os.getppid()}.{other}",
+        f"00000000.{2**22 + 1}.1",
+    ]
+    for owner in owners:
+        (tmp_path / f".writing-step-1-0-{owner}").mkdir()
     sf.checkpoint.save(tmp_path / "step-1", _one())
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
-    assert not (tmp_path / "step-1" / "__9_9.distcp").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1", *(f".writing-step-1-0-{x}" for x in owners[2:])}
 
 
 def test_a_checkpoint_of_that_name_stays_until_the_new_one_is_whole(
@@ -138,21 +161,29 @@ def test_a_checkpoint_of_that_name_stays_until_the_new_one_is_whole(
 ) -> None:
     first, second = _one(1), _one(2)
     path = sf.checkpoint.save(tmp_path / "a" / "step-1", first, notes={"loss": 3.5})
+    with pytest.raises(sf.ShardError, match=r"step-1' is there already; .* write overwrite=True"):
+        sf.checkpoint.save(path, second)
+    before = sorted(path.iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(state_dict_saver, "save", lambda *args, **kwargs: 1 / 0)
+        patch.setattr(HashingWriter, "finish", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            sf.checkpoint.save(path, second)
+            sf.checkpoint.save(path, second, overwrite=True)
+    assert sorted(path.iterdir()) == before
     assert _bias(path).equal(sf.gather(first)["bias"]) and sf.checkpoint.notes(path) == {"loss": 3.5}
-    sf.checkpoint.save(path, second)
+    sf.checkpoint.save(path, second, overwrite=True)
     assert _bias(path).equal(sf.gather(second)["bias"]) and sf.checkpoint.notes(path) == {}
+    assert len(sorted(path.iterdir())) == len(before) and not {x for x in before if x.suffix == ".distcp"} & {
+        *path.iterdir()
+    }
     assert [other.name for other in path.parent.iterdir()] == ["step-1"]
+    sf.checkpoint.verify(path)
 
 
 def test_latest_takes_the_newest_whole_one(tmp_path: Path) -> None:
     assert sf.checkpoint.latest(tmp_path) is None
     for name in ("step-00000002", "step-00000010", "step-x", "other"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / ".metadata").touch()
+        (tmp_path / name / "manifest.json").touch()
     (tmp_path / "step-00000011").mkdir()
     found = sf.checkpoint.latest(tmp_path)
     assert found is not None and found.name == "step-00000010"
@@ -161,21 +192,139 @@ def test_latest_takes_the_newest_whole_one(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_named_before_anything_is_read(tmp_path: Path) -> None:
     path = sf.checkpoint.save(tmp_path / "step-1", {"params": _one(), "more": 1})
     with pytest.raises(
-        sf.ShardError, match=r"2 problems\n1. 'params.weight' is \(2, 4\) torch.float32, wanted \(3, 4\)"
+        sf.ShardError, match=r"3 problems\n1. 'params.weight' is \(2, 4\) torch.float32, wanted \(3, 4\)"
     ):
         sf.checkpoint.load(path, {"params": _one(size=3)})
-    with pytest.raises(sf.ShardError, match="fit: 'other' is not in it"):
-        sf.checkpoint.load(path, {"params": _one(), "other": 1})
+    with pytest.raises(sf.ShardError, match=r"fit: 'other' is not in it"):
+        sf.checkpoint.load(path, {"params": _one(), "other": 1}, unexpected="ignore")
     with pytest.raises(sf.ShardError, match="'more' is in it and was not asked for"):
-        sf.checkpoint.load(path, {"params": _one()}, whole=["params", "more"])
+        sf.checkpoint.load(path, {"params": _one()}, whole=["params", "more"], unexpected="ignore")
     with pytest.raises(sf.ShardError, match=r"'more' is \(\) torch.int64, wanted \(\) torch.float64"):
-        sf.checkpoint.load(path, {"more": 1.0})
+        sf.checkpoint.load(path, {"more": 1.0, "params": ...})
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         sf.checkpoint.load(tmp_path, {"params": _one()})
     with pytest.raises(TypeError, match=r"'name' is a str; .* tensors and numbers"):
         sf.checkpoint.save(tmp_path / "step-2", {"params": _one(), "name": "mine"})
     assert [other.name for other in tmp_path.iterdir()] == ["step-1"]
-    assert sf.checkpoint.load(path, {"params": _one()})["params"].keys() == _one().keys()
+    for read in (
+        sf.checkpoint.load(path, {"params": _one(), "more": ...}),
+        sf.checkpoint.load(path, {"params": _one()}, unexpected="ignore"),
+    ):
+        assert read["params"].keys() == _one().keys() and read.get("more", ...) is ...
+
+
+def test_what_is_missing_or_of_another_dtype_when_that_is_asked_for(tmp_path: Path) -> None:
+    whole = torch.arange(6, dtype=torch.float64).view(2, 3) + 2**-30
+    path = sf.checkpoint.save(tmp_path / "step-1", {"a": whole, "n": torch.tensor([1, 2])})
+    like = {"a": torch.zeros(2, 3), "n": torch.zeros(2, dtype=torch.int64), "b": torch.full((2,), 7.0), "c": 5}
+    with pytest.raises(sf.ShardError, match="3 problems"):
+        sf.checkpoint.load(path, like)
+    read = sf.checkpoint.load(path, like, missing="ignore", cast=True)
+    assert read["a"].equal(whole.float()) and read["b"].equal(like["b"]) and read["c"] == 5
+    with pytest.raises(sf.ShardError, match=r"'n' is .* torch.int64, wanted .* torch.int32"):
+        sf.checkpoint.load(path, like | {"n": torch.zeros(2, dtype=torch.int32)}, missing="ignore", cast=True)
+
+
+def test_names_are_the_keys_on_the_way(tmp_path: Path) -> None:
+    a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
+    tree = {"x": {"y": a}, "x.y": b, "x~1y": c, "~": [d, {}]}
+    path = sf.checkpoint.save(tmp_path / "step-1", tree)
+    read = sf.checkpoint.load(path, pytree.tree_map(torch.zeros_like, tree))
+    assert pytree.tree_leaves(read) == [0, 1, 2, 3] and [*read] == [*tree]
+    with pytest.raises(sf.ShardError, match="two leaves of the tree have the name '0'"):
+        sf.checkpoint.save(tmp_path / "step-2", {0: a, "0": b})
+
+
+def _of_each_rank(path: str, saved: int) -> None:
+    mesh, rank = sf.make_mesh("cpu", fsdp=dist.get_world_size()), dist.get_rank()
+    mine = {"a": sf.checkpoint.PerRank(torch.arange(rank + 2)), "b": sf.checkpoint.OfFirst(torch.tensor([rank]))}
+    if saved == mesh.size():
+        sf.checkpoint.save(path, mine, mesh)
+    like = {"a": sf.checkpoint.PerRank(torch.zeros(rank + 2, dtype=torch.int64)), "b": torch.tensor([9])}
+    if saved != mesh.size():
+        with pytest.raises(sf.ShardError, match=rf"'a' of each rank is of {saved} ranks, and {mesh.size()} are here"):
+            sf.checkpoint.load(path, like, mesh)
+        like["a"] = ...
+    read = sf.checkpoint.load(path, like, mesh, unexpected="error" if saved == mesh.size() else "ignore")
+    assert read["b"].tolist() == [0] and (saved != mesh.size() or read["a"].tensor.equal(mine["a"].tensor))
+
+
+def test_what_each_rank_has_of_its_own(tmp_path: Path) -> None:
+    path = str(tmp_path / "step-1")
+    run(_of_each_rank, path, 2, ranks=2)
+    run(_of_each_rank, path, 2, ranks=3)
+    run(_of_each_rank, path, 2, ranks=1)
+
+
+def test_in_a_simulation_nothing_is_saved(tmp_path: Path) -> None:
+    with sf.simulate(fsdp=2) as mesh, pytest.raises(sf.ShardError, match="save and load on real ranks"):
+        sf.checkpoint.save(tmp_path / "step-1", sf.shard(nn.Linear(4, 2), mesh, sf.Policy()))
+
+
+DTYPES = (
+    "bool uint8 int8 float8_e5m2 float8_e4m3fn int16 uint16 float16 bfloat16 int32 uint32 float32 complex64 float64 "
+    "int64 uint64 complex128"
+).split()
+
+
+def test_every_bit_of_every_dtype_comes_back(tmp_path: Path) -> None:
+    tree: dict[str, Tensor] = {}
+    for name in DTYPES:
+        for shape in ((3, 5), (), (0, 4), (1,)):
+            x = torch.empty(shape, dtype=getattr(torch, name))
+            x.view(-1).view(torch.uint8).random_(0, 2 if name == "bool" else 256)
+            tree[f"{name}{shape}"] = x
+    tree |= {
+        "transposed": torch.arange(6).view(2, 3).T,
+        "part": torch.arange(100)[3:5],
+        "conj": torch.tensor([1 + 2j]).conj(),
+    }
+    path = sf.checkpoint.save(tmp_path / "step-1", tree)
+    for name, x in sf.checkpoint.load(path, {name: torch.empty_like(x) for name, x in tree.items()}).items():
+        assert hash_of(x) == hash_of(tree[name]), name
+    theirs = {name.replace(".", "~1"): torch.empty_like(x.resolve_conj()) for name, x in tree.items()}
+    with warnings.catch_warnings(action="ignore"):
+        state_dict_loader.load(theirs, checkpoint_id=str(path), no_dist=True)
+    for name, x in tree.items():
+        assert hash_of(theirs[name.replace(".", "~1")]) == hash_of(x), f"torch reads another {name}"
+
+
+@pytest.mark.parametrize(
+    "what", ["a bit", "zeros", "cut", "longer", "missing", "of another save", "one too many", "a link"]
+)
+def test_a_file_that_is_not_what_was_written_is_an_error(tmp_path: Path, what: str) -> None:
+    torch.manual_seed(0)
+    tree = {"x": torch.randn(3000), "y": torch.randn(5)}
+    path = sf.checkpoint.save(tmp_path / "step-1", tree)
+    other = sf.checkpoint.save(tmp_path / "step-2", tree | {"y": torch.randn(5)})
+    (file,), (others,) = path.glob("*.distcp"), other.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    at = data.index(tree["x"].numpy().tobytes()[:64]) + 4000
+    if what == "a bit":
+        data[at] ^= 4
+    elif what == "zeros":
+        data[at : at + 512] = bytes(512)
+    elif what == "cut":
+        del data[-1000:]
+    elif what == "longer":
+        data += b"0"
+    elif what == "of another save":
+        data = others.read_bytes()
+    elif what == "one too many":
+        (path / others.name).write_bytes(others.read_bytes())
+    if what == "missing":
+        file.unlink()
+    elif what == "a link":
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    else:
+        file.write_bytes(data)
+    says = {"missing": "is missing", "a link": "is missing", "one too many": "is no part of it"}.get(
+        what, "were written|is damaged"
+    )
+    for read in (lambda: sf.checkpoint.load(path, tree), lambda: sf.checkpoint.verify(path)):
+        with pytest.raises(sf.ShardError, match=says):
+            read()
 
 
 def _some_ranks(path: str, what: str) -> None:
@@ -185,6 +334,14 @@ def _some_ranks(path: str, what: str) -> None:
         sf.checkpoint.save(f"{path}/{dist.get_rank()}", params)
     elif what == "nothing there":
         sf.checkpoint.load(path if dist.get_rank() else f"{path}/none", params)
+    elif what == "other values":
+        sf.checkpoint.save(f"{path}/b", {"params": params, "n": torch.tensor([1.0, dist.get_rank()])})
+    elif what == "another number":
+        sf.checkpoint.save(f"{path}/b", {"params": params, "n": 3 + dist.get_rank()})
+    elif what == "another leaf":
+        sf.checkpoint.save(f"{path}/b", {"params": params} | ({"n": 3} if dist.get_rank() else {}))
+    elif what == "another like":
+        sf.checkpoint.load(path, {"params": params} | ({"n": 3} if dist.get_rank() else {}), missing="ignore")
     else:
         half = dist.device_mesh.DeviceMesh("cpu", [0], mesh_dim_names=("fsdp",))
         sf.checkpoint.save(f"{path}/b", params, mesh=half)
@@ -193,8 +350,12 @@ def _some_ranks(path: str, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "match"),
     [
-        ("another path", "rank 0 has .* and rank 1 .*give all ranks one directory"),
-        ("nothing there", "rank 0 has 'None' and rank 1"),
+        ("another path", "rank 0 has .* rank 1 has .*give all ranks one directory"),
+        ("nothing there", r"rank 0 has 'None'; rank 1 has .* \(None: no checkpoint there"),
+        ("other values", "rank 0 has 'n' .* the same on all ranks: values .*; rank 1 has 'n'"),
+        ("another number", "rank 0 has 'n' .* the same on all ranks: 3; rank 1 has 'n' .*: 4"),
+        ("another leaf", "rank 0 has nothing; rank 1 has 'n'"),
+        ("another like", "rank 0 has nothing; rank 1 has 'n'"),
         ("half", "the mesh has 1 of 2 ranks; all ranks must save and load together"),
     ],
 )
@@ -221,3 +382,17 @@ def test_a_state_dict_has_the_models_names_and_shapes(mesh: DeviceMesh) -> None:
         assert all(x.equal(again[name]) for name, x in sf.gather(params).items())
     some = from_state_dict(params, {"up.bias": state["up.bias"]})
     assert all(name.startswith("up.bias") for name in some) and some
+
+
+def test_the_command_line_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("step-00000002", "step-00000010", "mine"):
+        sf.checkpoint.save(tmp_path / name, {"x": torch.ones(3), "n": 1}, notes={"loss": 1.0})
+    assert main(["ls", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0].rpartition("/")[2] for line in lines] == ["step-00000010", "step-00000002", "mine"]
+    assert all("2 leaves, 1 files" in line and "notes ['loss']" in line for line in lines)
+    assert main(["verify", str(tmp_path / "mine")]) == 0
+    (file,) = (tmp_path / "mine").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert main(["verify", str(tmp_path)]) == 1 and main(["ls", str(tmp_path / "nowhere")]) == 1
+    assert "mine" in capsys.readouterr().err

@@ -1105,7 +1105,7 @@ def _steps_of_torch(folder: Path) -> None:
         trainer.load(folder)
     with pytest.raises(sf.ShardError, match="give all ranks one directory that all see"):
         trainer.load(folder if dist.get_rank() else folder / "none")
-    with pytest.raises(sf.ShardError, match=r"rank 0 has .* and rank 1"):
+    with pytest.raises(sf.ShardError, match=r"rank 0 has .*; rank 1 has .*; give all ranks one directory"):
         trainer.save(folder / str(dist.get_rank()))
 
 
@@ -1272,6 +1272,82 @@ def test_targets_that_differ_along_tp_are_an_error_in_the_backward(mesh: DeviceM
         nn.functional.cross_entropy(trainer(x), targets).backward()
     with pytest.raises(sf.ShardError, match="the loss is whole over 'tp' already"):
         sf.collectives.pmean(trainer(x).square().mean(), mesh, "tp")
+
+
+def test_old_checkpoints_are_taken_away(tmp_path: Path) -> None:
+    mesh, model = sf.make_mesh("cpu", fsdp=1), nn.Linear(4, 4)
+    how: Any = {"optimizer": sf.optim.adamw(0.1), "loss_fn": lambda p, x: sf.apply(model, p, x).square().mean()}
+    trainer = sf.Trainer(model, mesh, sf.Policy(), **how)
+    (tmp_path / "step-00000000").mkdir()  # no checkpoint, which does not count and stays
+    for step in range(1, 8):
+        trainer.step(torch.ones(2, 4))
+        trainer.save(tmp_path, keep=2, keep_every=3)
+        kept = {step, step - 1, *range(3, step, 3)} - {0}
+        assert {p.name for p in tmp_path.iterdir()} == {f"step-{n:08d}" for n in kept | {0}}
+    with pytest.raises(sf.ShardError, match="write keep=1 or more"):
+        trainer.save(tmp_path, keep=0)
+
+
+def _goes_on(folder: str, steps: int) -> list[float]:
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    torch.manual_seed(dist.get_rank())
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+    how: Any = {"optimizer": sf.optim.adamw(0.1), "loss_fn": lambda p, x: sf.apply(model, p, x).square().mean()}
+    trainer = sf.Trainer(model, mesh, sf.Policy(), **how)
+    if sf.checkpoint.latest(folder):
+        trainer.load(folder)
+    losses = [float(trainer.step(torch.randn(3, 4))["loss"]) for _ in range(steps)]
+    trainer.save(folder)
+    return losses
+
+
+def _lists_other_names(folder: str) -> None:
+    trainer = sf.Trainer(nn.Linear(4, 4), sf.make_mesh("cpu", fsdp=2), src=0)
+    path = trainer.save(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank():
+            patch.setattr(sf.checkpoint.directories, "steps", lambda _: [])
+        assert trainer.load(folder) == path
+
+
+def test_the_first_rank_says_which_checkpoints_there_are(tmp_path: Path) -> None:
+    run(_lists_other_names, str(tmp_path), ranks=2)
+
+
+def test_what_each_rank_draws_goes_on_where_it_was(tmp_path: Path) -> None:
+    at_once = run(_goes_on, str(tmp_path / "a"), 4, ranks=2)[0]
+    parts = [run(_goes_on, str(tmp_path / "b"), 2, ranks=2)[0] for _ in range(2)]
+    assert at_once == parts[0] + parts[1] and len(set(at_once)) == 4
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path: Path) -> None:
+    mesh, model = sf.make_mesh("cpu", fsdp=1), nn.Linear(4, 4)
+    how: Any = {"optimizer": sf.optim.adamw(0.1), "loss_fn": lambda p, x: sf.apply(model, p, x).square().mean()}
+    trainer = sf.Trainer(model, mesh, sf.Policy(), **how)
+    paths = []
+    for _ in range(3):
+        trainer.step(torch.ones(2, 4))
+        paths.append(trainer.save(tmp_path))
+    assert trainer.load(tmp_path) == paths[2] and trainer.steps == 3
+    for path in reversed(paths):
+        (file,) = path.glob("*.distcp")
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        if path == paths[0]:
+            says = r"step-00000001/.*' is damaged: bytes 0 to \d+ are not what was"
+            with pytest.warns(UserWarning, match="is damaged"), pytest.raises(sf.ShardError, match=says):
+                trainer.load(tmp_path)
+        else:
+            with pytest.warns(UserWarning, match="is damaged.*Going on with the checkpoint before it") as found:
+                trainer.load(tmp_path)
+            assert path.name in str(found[-1].message)
+            assert trainer.steps == int(path.name[5:]) - 1
+    (paths[1] / "manifest.json").write_text("{}")
+    with pytest.raises(sf.ShardError, match=r"manifest.json' is damaged"):
+        trainer.load(paths[1])
 
 
 def test_a_tree_is_not_assigned_and_a_step_is_not_recorded() -> None:

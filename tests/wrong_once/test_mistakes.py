@@ -619,7 +619,9 @@ def test_a_mistake_of_one_rank_says_what_to_write(mesh: DeviceMesh, tmp_path: Pa
             sf.checkpoint.save(str(path), params)
     with pytest.raises(sf.ShardError, match=r"notes\.txt' is a file; give a path below a directory"):
         sf.checkpoint.save(str(tmp_path / "notes.txt" / "step-1"), params)
-    sf.checkpoint.save(str(tmp_path / "step-1"), params)
+    with pytest.raises(sf.ShardError, match=r"step-1' is there already; .*write overwrite=True"):
+        sf.checkpoint.save(str(tmp_path / "step-1"), params)
+    sf.checkpoint.save(str(tmp_path / "step-1"), params, overwrite=True)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     saves = sf.jit(lambda params: sf.checkpoint.save(str(tmp_path / "step-2"), params))
     with pytest.raises(sf.ShardError, match="return what is to be saved, and save it outside"):

@@ -28,7 +28,7 @@ from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import unwrap_local, with_local
-from shardfn.checkpoint import directories
+from shardfn.checkpoint import state_dicts
 from shardfn.compat.common import CopiesIntoShards, current_shards, laid_out, own_modules, whole_of
 from shardfn.compat.fsdp1.instance import Instance, as_before, state_dict_settings
 from shardfn.context import having, holding
@@ -421,10 +421,10 @@ def _whole_parameters(
         require_no_gradients({} if with_grads else whole)
         # what is not split at all is changed in any case, as in torch
         kept = {name: p for name, p in whole.items() if writeback or not held.plan.layouts[name].axes}
-        held.copy_in(directories.from_state_dict(tree, {name: p.detach() for name, p in kept.items()}))
+        held.copy_in(state_dicts.from_state_dict(tree, {name: p.detach() for name, p in kept.items()}))
         if with_grads:
             now = {name: p.grad.detach() for name, p in kept.items() if p.grad is not None}
-            for name, grad in directories.from_state_dict(tree, now).items():
+            for name, grad in state_dicts.from_state_dict(tree, now).items():
                 if tree[name].grad is None:
                     tree[name].grad = grad
                 else:

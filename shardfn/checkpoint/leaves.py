@@ -1,0 +1,229 @@
+"""What is in a tree that is saved or loaded, by names: which boxes of which tensor this rank writes, and reads.
+
+{"params": Params, "step": 3, "plain": [x]}   ->   params.layers.0.weight   step   plain.0
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardfn._torch import pytree, unwrap_local, unwrap_locals, with_local, with_locals
+from shardfn.checkpoint import slices
+from shardfn.checkpoint.hashed_files import VerifiedReader, hash_of
+from shardfn.checkpoint.manifest import Manifest
+from shardfn.checkpoint.tensor_files import Described
+from shardfn.comm import flat_memory
+from shardfn.layout import Box, Layout, grid_of, narrowed
+from shardfn.notation import ShardError
+from shardfn.params import Params, is_tree, path_name, sharding
+
+EACH = " of each rank"  # the kind of a leaf of which there are as many as ranks
+
+
+def of_rank(name: str) -> str:
+    """The name of what this rank has of a leaf of which each has one."""
+    return f"{name}@{dist.get_rank() if dist.is_initialized() else 0}"
+
+
+def is_first() -> bool:
+    """Whether this is the rank whose plain tensors count, and that makes and renames directories."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+class OfFirst(NamedTuple):
+    """A tensor that may be another one on each rank, of which the first rank's is saved.
+
+    >>> import tempfile, torch, shardfn as sf
+    >>> x = torch.ones(2)
+    >>> path = sf.checkpoint.save(tempfile.mkdtemp() + "/step-1", {"mean": sf.checkpoint.OfFirst(x)})
+    >>> sf.checkpoint.load(path, {"mean": x})
+    {'mean': tensor([1., 1.])}
+    """
+
+    tensor: Tensor
+
+
+class PerRank(NamedTuple):
+    """A tensor of which each rank has one of its own, and gets its own again: on as many ranks as it was saved by.
+
+    >>> import tempfile, torch, shardfn as sf
+    >>> mine = sf.checkpoint.PerRank(torch.get_rng_state())
+    >>> path = sf.checkpoint.save(tempfile.mkdtemp() + "/step-1", {"random": mine})
+    >>> sf.checkpoint.load(path, {"random": mine})["random"].tensor.equal(mine.tensor)
+    True
+    """
+
+    tensor: Tensor
+
+
+_DECLARED = OfFirst, PerRank
+
+
+@dataclass
+class SavedLeaf:
+    """A tensor to save: its names, and what this rank writes of it, as (box, values)."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str
+    parts: list[tuple[Box, Tensor]]
+
+    @property
+    def facts(self) -> list[str]:
+        """What must be the same on all ranks."""
+        if self.kind == EACH:
+            return [self.names[0].rpartition("@")[0] + self.kind]
+        return [f"'{name}' {self.shape} {self.dtype}, {self.kind}" for name in self.names]
+
+
+def to_save(tree: Any) -> list[SavedLeaf]:
+    """What there is to save, by names that no two have.
+
+    Raises:
+        TypeError: something is no tensor and no number.
+        ShardError: it cannot be saved.
+    """
+    leaves: list[SavedLeaf] = []
+    for name, value in values_of(tree).items():
+        if isinstance(value, Params):
+            leaves += _of_tree(name, value)
+        elif isinstance(value, DTensor):
+            sharding.require_reduced("checkpoint", name, value)
+            box, splits = slices.box_of(value)
+            axes = {str(dim): size for dim, size in enumerate(value.device_mesh.shape)}
+            places = dict(zip(axes, value.device_mesh.get_coordinate() or (), strict=True))
+            here = slices.is_written_here(name, [str(dim) for dim in splits], axes, places)
+            parts = [(box, local)] if here and (local := unwrap_local(value)).numel() else []
+            leaves.append(SavedLeaf((name,), tuple(value.shape), value.dtype, "DTensor", parts))
+        elif value is not ...:
+            plain = value.tensor if isinstance(value, _DECLARED) else value
+            plain = plain.detach() if isinstance(plain, Tensor) else torch.tensor(plain, dtype=_dtype_of(plain))
+            each = isinstance(value, PerRank)
+            parts = [(tuple((0, n) for n in plain.shape), plain)] if each or is_first() else []
+            kind = EACH if each else "of the first rank" if isinstance(value, OfFirst) else _described(value)
+            leaves.append(SavedLeaf((of_rank(name) if each else name,), tuple(plain.shape), plain.dtype, kind, parts))
+    return leaves
+
+
+def _of_tree(prefix: str, tree: Params) -> Iterator[SavedLeaf]:
+    grid = grid_of(tree.mesh, tree.plan.roles.storage)
+    for names, layout in _parameters(prefix, tree):
+        shards = {leaf.name: tree[leaf.name] for leaf in layout.leaves}
+        for name, shard in shards.items():
+            sharding.require_reduced("checkpoint", name, shard)
+        parts = [*slices.stored_parts(layout, shards, grid.sizes, grid.coords)]
+        yield SavedLeaf(names, layout.shape, next(iter(shards.values())).dtype, "a parameter", parts)
+
+
+def _parameters(prefix: str, tree: Params) -> Iterator[tuple[tuple[str, ...], Layout]]:
+    """(names in the checkpoint, layout) of what a tree has."""
+    layouts = sharding.selected_layouts(tree, None)
+    if part := tree.keys() - {leaf.name for layout in layouts for leaf in layout.leaves}:
+        raise ShardError(f"checkpoint: '{min(part)}' is only a part of a parameter; select parameters by their names")
+    for layout in layouts:
+        yield tuple(f"{prefix}.{name}".removeprefix(".") for name in layout.names), layout
+
+
+def is_leaf(x: Any) -> bool:
+    """Whether nothing that is in it is a leaf by itself."""
+    return is_tree(x) or isinstance(x, _DECLARED)
+
+
+def values_of(tree: Any) -> dict[str, Any]:
+    """What there is in a tree, by names: trees of shards, tensors, numbers, and `...`.
+
+    Raises:
+        TypeError: something else.
+        ShardError: two have one name.
+    """
+    values: dict[str, Any] = {}
+    for path, value in pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+        name = name_of(path)
+        if not isinstance(value, Params | OfFirst | PerRank | Tensor | int | float | EllipsisType | None):
+            kind = type(value).__name__
+            raise TypeError(f"checkpoint: '{name}' is a {kind}; write save(path, tree), of tensors and numbers")
+        if name in values:
+            raise ShardError(f"checkpoint: two leaves of the tree have the name '{name}'")
+        values[name] = value
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def name_of(path: Sequence[Any]) -> str:
+    """The name of a leaf: the keys on the way to it, with dots between; a dot in a key is `~1`, a tilde `~0`."""
+    return ".".join(path_name((key,)).replace("~", "~0").replace(".", "~1") for key in path)
+
+
+def _described(value: Any) -> str:
+    same = f"values {hash_of(value)}" if isinstance(value, Tensor) else value
+    return f"the same on all ranks: {same}"
+
+
+def _dtype_of(number: float) -> torch.dtype:
+    return torch.float64 if isinstance(number, float) else torch.int64
+
+
+def wanted_by(like: Any) -> dict[str, Described]:
+    """(shape, dtype) of what is to be read, by names; `...` has none."""
+    wanted: dict[str, Described] = {}
+    for name, value in values_of(like).items():
+        if isinstance(value, Params):
+            for names, layout in _parameters(name, value):
+                wanted |= dict.fromkeys(names, (layout.shape, value[layout.leaves[0].name].dtype))
+        elif value is not ...:
+            plain = value.tensor if isinstance(value, _DECLARED) else value
+            stored = of_rank(name) if isinstance(value, PerRank) else name
+            is_tensor = isinstance(plain, Tensor)
+            wanted[stored] = (tuple(plain.shape), plain.dtype) if is_tensor else ((), _dtype_of(plain))
+    return wanted
+
+
+def restored(manifest: Manifest, reader: VerifiedReader, name: str, like: Any) -> Any:
+    """A leaf of the checkpoint, as the one that it is like."""
+
+    def read(stored: str, boxes: Sequence[tuple[Box, Box]], out: Tensor) -> None:
+        if sum(prod(n for _, n in here) for _, here in boxes) < out.numel():
+            out.zero_()  # where it is padded
+        for box, here in boxes:
+            reader.read_leaf(manifest.leaves[stored], box, narrowed(out, here))
+
+    if isinstance(like, Params):
+        grid, new = grid_of(like.mesh, like.plan.roles.storage), _emptied(like)
+        for names, layout in _parameters(name, like):
+            for leaf in layout.leaves:
+                local = unwrap_local(new[leaf.name])
+                if names[0] in manifest.leaves:
+                    slices.fill(layout, leaf, grid, local, partial(read, names[0]))
+                else:
+                    local.copy_(unwrap_local(like[leaf.name]))
+        return new
+    if isinstance(like, _DECLARED):
+        stored = of_rank(name) if isinstance(like, PerRank) else name
+        return type(like)(restored(manifest, reader, stored, like.tensor))
+    if like is None or like is ... or name not in manifest.leaves:
+        return like
+    new = _emptied(like) if isinstance(like, Tensor) else torch.empty((), dtype=_dtype_of(like))
+    local = unwrap_local(new)
+    box = slices.box_of(like)[0] if isinstance(like, DTensor) else tuple((0, n) for n in new.shape)
+    read(name, [(box, tuple((0, n) for n in local.shape))], local)
+    return new if isinstance(like, Tensor) else type(like)(new.item())
+
+
+def _emptied(leaf: Any) -> Any:
+    """Memory for values like those of a leaf: side by side and pinned where they are."""
+    if isinstance(leaf, Params):
+        locals_ = flat_memory.map_runs(lambda flats: [_empty(flat) for flat in flats], unwrap_locals([*leaf.values()]))
+        return leaf.like(zip(leaf, with_locals([*leaf.values()], locals_), strict=True))
+    return with_local(leaf, _empty(unwrap_local(leaf))) if isinstance(leaf, Tensor) else leaf
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_like(x, pin_memory=torch.cuda.is_available() and x.is_pinned())

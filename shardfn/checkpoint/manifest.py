@@ -1,0 +1,151 @@
+"""What a checkpoint is made of: one JSON file, the last that a save writes, so that a directory without it is none.
+
+    {"manifest": {"format": 1, "nonce": ..., "notes": ..., "files": {name: {"size": ..., "sha256": [...]}},
+                  "leaves": {name: {"dtype": ..., "shape": ..., "parts": [[[start, ...], [length, ...], file, at]]}}},
+     "sha256": of the text of the manifest}
+
+A file has a hash for each of its blocks, so that ranks make and check them side by side, and a reader of a slice reads
+no more than the blocks that it is in. A part of a leaf is a box of it, and where in which file its numbers begin.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardfn.layout import Box
+from shardfn.notation import ShardError
+
+FORMAT = 1
+NAME = "manifest.json"
+BLOCK = 4 * 2**20  # bytes of a file that have a hash
+_FILE = re.compile(r"\.metadata|[0-9a-f]{16}_\d+\.distcp")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+class Damaged(ShardError):
+    """A checkpoint is not what was written."""
+
+
+@dataclass(frozen=True)
+class HashedFile:
+    """A file, and the SHA-256 of each block of it."""
+
+    nbytes: int
+    hashes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A box of a leaf: row after row in a file, from `at` on."""
+
+    box: Box
+    file: str
+    at: int
+
+
+@dataclass(frozen=True)
+class StoredLeaf:
+    """A tensor of a checkpoint, whose parts are all of it, each once."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[StoredPart, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is made of; `nonce` tells two saves of one name apart."""
+
+    nonce: str
+    files: Mapping[str, HashedFile]
+    leaves: Mapping[str, StoredLeaf]
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """As it is written."""
+        files = {name: {"size": x.nbytes, "sha256": [*x.hashes]} for name, x in self.files.items()}
+        leaves = {
+            name: {
+                "dtype": str(leaf.dtype).removeprefix("torch."),
+                "shape": [*leaf.shape],
+                "parts": [[[a for a, _ in x.box], [n for _, n in x.box], x.file, x.at] for x in leaf.parts],
+            }
+            for name, leaf in self.leaves.items()
+        }
+        about = {"format": FORMAT, "nonce": self.nonce, "notes": dict(self.notes), "files": files, "leaves": leaves}
+        return json.dumps({"manifest": about, "sha256": digest(about)}, separators=(",", ":"), ensure_ascii=False)
+
+
+def digest(about: Any) -> str:
+    """The hash of a manifest, whatever way its JSON is written."""
+    text = json.dumps(about, separators=(",", ":"), ensure_ascii=True, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none, so that this is no checkpoint, or one that was never finished.
+        ShardError: it is damaged, or of a format that is not known.
+    """
+    file = directory / NAME
+    try:
+        read = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"checkpoint: no checkpoint in '{directory}' (no {NAME})") from error
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"checkpoint: '{file}' is damaged: {str(error)[:100]}") from error
+    try:
+        about = read["manifest"]
+        if read["sha256"] != digest(about):
+            raise ValueError("its hash is another one")
+        if about["format"] != FORMAT:
+            raise ShardError(f"checkpoint: '{file}' has format {about['format']}; this shardfn reads format {FORMAT}")
+        files = {name: _file(name, **x) for name, x in about["files"].items()}
+        leaves = {name: _leaf(name, files, **x) for name, x in about["leaves"].items()}
+        return Manifest(about["nonce"], files, leaves, about["notes"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"checkpoint: '{file}' is damaged: {str(error)[:100]}") from error
+
+
+def require_each_once(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Check that parts are all of a leaf, and none of it twice.
+
+    Raises:
+        Damaged: they are not.
+    """
+    starts = {tuple(start for start, _ in box) for box in boxes}
+    if len(starts) != len(boxes) or sum(prod(n for _, n in box) for box in boxes) != prod(shape):
+        raise Damaged(f"checkpoint: parts of '{name}' that are not all of it, or some of it twice")
+
+
+def _file(name: str, size: int, sha256: Sequence[str]) -> HashedFile:
+    if _FILE.fullmatch(name) is None:
+        raise ValueError(f"a file {name!r}")
+    if type(size) is not int or len(sha256) != -(-size // BLOCK) or not all(map(_HASH.fullmatch, sha256)):
+        raise ValueError(f"the hashes of {name!r}")
+    return HashedFile(size, tuple(sha256))
+
+
+def _leaf(
+    name: str, files: Mapping[str, HashedFile], dtype: str, shape: Sequence[int], parts: Sequence[Any]
+) -> StoredLeaf:
+    kind = getattr(torch, dtype)
+    stored = [StoredPart(tuple(zip(start, size, strict=True)), file, at) for start, size, file, at in parts]
+    numbers = [*shape, *(n for part in stored for span in part.box for n in span), *(x.at for x in stored)]
+    if not isinstance(kind, torch.dtype) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"the leaf {name!r}")
+    for part in stored:
+        ends = all(start + n <= whole for (start, n), whole in zip(part.box, shape, strict=True))
+        if not ends or part.at + prod(n for _, n in part.box) * kind.itemsize > files[part.file].nbytes:
+            raise ValueError(f"a part of {name!r} that is outside of it or of its file")
+    require_each_once(name, shape, [part.box for part in stored])
+    return StoredLeaf(tuple(shape), kind, tuple(stored))

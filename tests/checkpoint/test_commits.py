@@ -1,0 +1,162 @@
+"""Saves that end anywhere, or fail anywhere; and what is on the disk before what, for the day that the power goes."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardfn as sf
+
+
+class Killed(BaseException):
+    """In place of a kill: nothing is done after it."""
+
+
+# What the next operation on files below a directory does: how many go well, and what the one after them raises.
+_NEXT: list[Any] = []
+
+
+def _interrupt(event: str, args: tuple[Any, ...]) -> None:
+    if _NEXT and event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and _NEXT[0] in str(args[0]):
+        _NEXT[1] -= 1
+        if _NEXT[1] == -1 or (_NEXT[1] < 0 and isinstance(_NEXT[2], Killed)):  # an error comes once
+            raise _NEXT[2]
+
+
+sys.addaudithook(_interrupt)
+
+
+@contextmanager
+def _interrupted(folder: Path, after: int, error: BaseException) -> Iterator[list[Any]]:
+    _NEXT[:] = [str(folder), after, error]
+    done: list[Any] = []
+    try:
+        yield done
+    finally:
+        done += _NEXT
+        _NEXT.clear()
+
+
+def _tree(number: float) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((4,), number), "y": torch.full((2, 3), number)}
+
+
+def _number(path: Path) -> float:
+    """What all numbers of a checkpoint are."""
+    sf.checkpoint.verify(path)
+    numbers = {x for value in sf.checkpoint.load(path, _tree(0)).values() for x in value.flatten().tolist()}
+    assert len(numbers) == 1, f"torn: {numbers}"
+    return numbers.pop()
+
+
+def _as_if_its_process_were_gone(folder: Path) -> None:
+    for path in [*folder.rglob(".writing-*")]:
+        host, _, began = path.name.rpartition("-")[2].split(".")
+        path.rename(path.with_name(f"{path.name.rpartition('-')[0]}-{host}.{2**22 + 1}.{began}"))
+
+
+@pytest.mark.parametrize("error", [Killed(), OSError(5, "a bad disk")], ids=["killed", "failing"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_that_ends_anywhere(tmp_path: Path, overwrite: bool, error: BaseException) -> None:
+    """At each of its operations on files: the old one is there, or the new one; and the next save is as ever."""
+    step, after, met = tmp_path / "run" / "step-1", 0, True
+    while met:
+        shutil.rmtree(step.parent, ignore_errors=True)
+        if overwrite:
+            sf.checkpoint.save(step, _tree(1))
+        ended = False
+        with _interrupted(step.parent, after, error) as done:
+            try:
+                sf.checkpoint.save(step, _tree(2), overwrite=overwrite)
+            except (Killed, OSError):
+                ended = True
+        met = done[1] < 0
+        there = sf.checkpoint.latest(step.parent)
+        assert (there is None and not overwrite and ended) or _number(step) in ((1, 2) if ended else (2,)), after
+        _as_if_its_process_were_gone(step.parent)
+        sf.checkpoint.save(step, _tree(3), overwrite=True)
+        assert _number(step) == 3, after
+        expected = {"manifest.json", ".metadata", *(x.name for x in step.glob("*.distcp"))}
+        assert {x.name for x in step.iterdir()} == expected and len(expected) == 3, after
+        assert [x.name for x in step.parent.iterdir()] == ["step-1"], after
+        after += 1
+    assert after > 5
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_everything_is_on_the_disk_before_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    if overwrite:
+        sf.checkpoint.save(tmp_path / "step-1", {"x": torch.zeros(3)})
+    done: list[tuple[str, str]] = []
+    synced, renamed, replaced = os.fsync, Path.rename, Path.replace
+
+    def fsync(descriptor: int) -> None:
+        done.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        synced(descriptor)
+
+    def rename(path: Path, target: Any) -> Any:
+        done.append(("name", Path(target).name))
+        return renamed(path, target)
+
+    def replace(path: Path, target: Any) -> Any:
+        done.append(("name", Path(target).name))
+        return replaced(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(Path, "replace", replace)
+    path = sf.checkpoint.save(tmp_path / "step-1", {"x": torch.ones(3)}, overwrite=overwrite)
+    named = done.index(("name", "manifest.json" if overwrite else "step-1"))
+    before, after = done[:named], done[named + 1 :]
+    (data,) = path.glob("*.distcp")
+    assert ("sync", data.name) in before
+    manifest = f"{data.name[:16]}.json" if overwrite else "manifest.json"
+    directories = [name for what, name in before[before.index(("sync", manifest)) :] if "step-1" in name]
+    assert directories[-1] == "step-1" if overwrite else directories[-1].startswith(".writing-step-1-")
+    assert ("sync", "step-1" if overwrite else tmp_path.name) in after
+    assert not [x for x in path.parent.rglob("*") if x.name.startswith(".writing")]
+
+
+def test_two_jobs_that_save_to_one_path_do_not_touch_each_others_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one to finish gets an error, and what the first one has written stays."""
+    target, started = tmp_path / "step-1", []
+    finish = sf.checkpoint.directories.Commit.finish
+
+    def between(self: Any, *args: Any) -> None:
+        if not started:
+            started.append(1)
+            sf.checkpoint.save(target, {"x": torch.full((3,), 2.0)})
+        finish(self, *args)
+
+    monkeypatch.setattr(sf.checkpoint.directories.Commit, "finish", between)
+    with pytest.raises(sf.ShardError, match="another save has made"):
+        sf.checkpoint.save(target, {"x": torch.full((3,), 1.0)})
+    assert sf.checkpoint.load(target, {"x": torch.zeros(3)})["x"].tolist() == [2, 2, 2]
+    assert [x.name for x in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves nothing behind, and what was there."""
+    path = sf.checkpoint.save(tmp_path / "step-1", {"x": torch.ones(3)})
+    before = sorted(tmp_path.rglob("*"))
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for name, overwrite in (("step-1", True), ("step-2", False)):
+        with pytest.raises(OSError, match=r"No space left on device \(\d+ bytes are free\): .*distcp") as error:
+            sf.checkpoint.save(tmp_path / name, {"x": torch.zeros(3)}, overwrite=overwrite)
+        assert error.value.errno == 28
+        assert sorted(tmp_path.rglob("*")) == before
+    assert sf.checkpoint.load(path, {"x": torch.zeros(3)})["x"].tolist() == [1, 1, 1]

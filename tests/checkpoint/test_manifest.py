@@ -1,0 +1,141 @@
+"""Readers of checkpoints against files that were changed at random: what was written, or an error that says so."""
+
+import copy
+import json
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn.checkpoint import manifest
+
+ODD = [
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    2**200,
+    1.5,
+    None,
+    True,
+    "",
+    "..",
+    "../x",
+    "/etc/passwd",
+    "a" * 1000,
+    [],
+    {},
+    [[]],
+    [None],
+    "\x00",
+]
+
+
+def _tree() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    numbers = torch.randn(9, 7, generator=draw)
+    return {"a": numbers, "b": torch.arange(5), "c": torch.tensor(3.0), "d": torch.ones(2, dtype=torch.bfloat16)}
+
+
+def _bytes(data: bytearray, draw: random.Random) -> bytearray:
+    """A change of a file."""
+    at = draw.randrange(len(data))
+    match draw.choice(("bit", "byte", "zeros", "cut", "longer", "twice", "swap")):
+        case "bit":
+            data[at] ^= 1 << draw.randrange(8)
+        case "byte":
+            data[at] = draw.randrange(256)
+        case "zeros":
+            data[at : at + 64] = bytes(len(data[at : at + 64]))
+        case "cut":
+            del data[at:]
+        case "longer":
+            data += draw.randbytes(draw.randrange(1, 9))
+        case "twice":
+            data[at:at] = data[at : at + 32]
+        case _:
+            other = draw.randrange(len(data))
+            data[at], data[other] = data[other], data[at]
+    return data
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path] * bool(path) + [place for key, item in inner for place in _places(item, (*path, key))]
+
+
+def _signed(about: dict[str, Any], draw: random.Random) -> str:
+    """A manifest with something else in one place, and the hash that belongs to it."""
+    about = copy.deepcopy(about)
+    *outer, key = draw.choice(_places(about))
+    holder: Any = about
+    for step in outer:
+        holder = holder[step]
+    odd = draw.choice(ODD)
+    match draw.randrange(4):
+        case 0 if isinstance(holder, dict):
+            del holder[key]
+        case 1 if isinstance(holder, dict):
+            holder[str(odd)] = holder.pop(key)
+        case 2 if isinstance(holder, list):
+            holder.append(odd)
+        case _:
+            holder[key] = odd
+    return json.dumps({"manifest": about, "sha256": manifest.digest(about)})
+
+
+def _outcomes(tmp_path: Path, count: int, seed: int, change: Callable[[Path, random.Random], bool]) -> Counter[str]:
+    """How often a load gave what was written, and how often an error; anything else raises."""
+    tree, draw, outcomes = _tree(), random.Random(seed), Counter[str]()
+    good = sf.checkpoint.save(tmp_path / "good", tree)
+    for number in range(count):
+        path = tmp_path / "changed"
+        shutil.copytree(good, path)
+        exact = change(path, draw)
+        try:
+            read = sf.checkpoint.load(path, {name: torch.zeros_like(x) for name, x in tree.items()})
+            outcomes["read"] += 1
+            assert not exact or all(x.equal(tree[name]) for name, x in read.items()), f"change {number} went unnoticed"
+        except (sf.ShardError, FileNotFoundError):
+            outcomes["error"] += 1
+        shutil.rmtree(path)
+    return outcomes
+
+
+def _in_a_file(path: Path, draw: random.Random) -> bool:
+    file = draw.choice(sorted(x for x in path.iterdir() if x.name != ".metadata"))
+    file.write_bytes(_bytes(bytearray(file.read_bytes()), draw))
+    return True
+
+
+def _in_what_it_says(path: Path, draw: random.Random) -> bool:
+    file = path / "manifest.json"
+    file.write_text(_signed(json.loads(file.read_text())["manifest"], draw), encoding="utf-8", errors="surrogatepass")
+    return False
+
+
+@pytest.mark.parametrize("change", [_in_a_file, _in_what_it_says])
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=(pytest.mark.slow, pytest.mark.timeout(600)))])
+def test_what_is_changed_is_noticed(tmp_path: Path, change: Callable[[Path, random.Random], bool], count: int) -> None:
+    outcomes = _outcomes(tmp_path, count, seed=count, change=change)
+    assert outcomes["error"] > 0.8 * count, outcomes
+
+
+def test_nothing_runs_and_no_path_is_followed(tmp_path: Path) -> None:
+    """Pickles are never read, here or elsewhere in the directory."""
+    tree = _tree()
+    path = sf.checkpoint.save(tmp_path / "step-1", tree)
+    payload = b"cbuiltins\nprint\n(S'ran'\ntR."
+    (path / ".metadata").write_bytes(payload)
+    read = sf.checkpoint.load(path, {name: torch.zeros_like(x) for name, x in tree.items()})
+    assert all(x.equal(tree[name]) for name, x in read.items())
+    with pytest.raises(sf.ShardError, match="metadata' has become shorter"):
+        sf.checkpoint.verify(path)

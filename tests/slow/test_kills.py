@@ -1,0 +1,25 @@
+"""Some of the kills of `kills.py`: in a process of its own, which forks."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def _kill(*options: str) -> dict[str, int]:
+    script = Path(__file__).with_name("kills.py")
+    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return ast.literal_eval(done.stdout.splitlines()[-1])
+
+
+def test_every_day() -> None:
+    assert _kill("--seconds", "12")["ended"] >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_more() -> None:
+    assert _kill("150", "--seed", "1") == {"ended": 150}
