@@ -94,3 +94,30 @@ def close_connections(group: dist.ProcessGroup, rank: int, device: torch.device)
         if peer != rank:
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+
+
+def apart_from(world: dist.ProcessGroup, name: str) -> Any:
+    """A gloo group of the same ranks, under a name that they share, which `destroy_process_group` leaves alone.
+
+    Torch's registry does not know it, so that only its own methods work. For threads beside the training.
+    """
+    known: Any = world
+    timeout = known._get_backend(known._device_types[0]).options._timeout
+    gloo, under = (dist.__dict__[name] for name in ("ProcessGroupGloo", "PrefixStore"))
+    return gloo(under(name, default_store()), world.rank(), world.size(), timeout)
+
+
+def gather_bytes(group: Any, data: bytes, for_all: bool) -> list[bytes]:
+    """Bytes of all ranks of a group that `apart_from` made: for the first one, or for all if one of them wants that."""
+    size = group.size()
+    numbers = [torch.zeros(2, dtype=torch.int64) for _ in range(size)]
+    group.allgather([numbers], [torch.tensor([len(data), for_all])]).wait()
+    sizes, wishes = zip(*(x.tolist() for x in numbers), strict=True)
+    own = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+    here = any(wishes) or group.rank() == 0
+    everyone = [torch.empty(max(sizes), dtype=torch.uint8) for _ in range(size if here else 0)]
+    if any(wishes):
+        group.allgather([everyone], [own]).wait()
+    else:
+        group.gather([everyone] if here else [], [own]).wait()  # to the first rank
+    return [x.numpy().tobytes()[:n] for x, n in zip(everyone, sizes, strict=False)]

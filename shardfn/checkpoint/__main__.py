@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from shardfn.checkpoint import directories
-from shardfn.checkpoint.manifest import read_manifest
+from shardfn.checkpoint.manifest import is_checkpoint, read_manifest
+from shardfn.checkpoint.storages import storage_of
 from shardfn.notation import ShardError
 
 
@@ -19,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("command", choices=["ls", "verify"])
     parser.add_argument("path", type=Path, nargs="+", help="a checkpoint, or a directory of some")
     options = parser.parse_args(arguments)
-    found = [one for path in options.path for one in ([path] if directories.is_checkpoint(path) else _in(path))]
+    found = [one for path in options.path for one in ([path] if is_checkpoint(path) else _in(path))]
     if not found:
         print(f"no checkpoint in {', '.join(map(str, options.path))}", file=sys.stderr)
     return max([_command(options.command, one) for one in found], default=1)
@@ -27,17 +28,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _in(directory: Path) -> list[Path]:
     names = sorted(directory.iterdir()) if directory.is_dir() else []
-    return [
-        *directories.steps(directory),
-        *(x for x in names if directories.is_checkpoint(x) and x.name[:5] != "step-"),
-    ]
+    return [*directories.steps(directory), *(x for x in names if is_checkpoint(x) and x.name[:5] != "step-")]
 
 
 def _command(name: str, path: Path) -> int:
     try:
         if name == "verify":
             directories.verify(path)
-        manifest = read_manifest(path)
+        manifest = read_manifest(storage_of(path))
         size = sum(file.nbytes for file in manifest.files.values())
         files, notes = sum(x.endswith(".distcp") for x in manifest.files), f", notes {sorted(manifest.notes)}"
         print(f"{path}: {len(manifest.leaves)} leaves, {files} files, {size:,} bytes{notes * bool(manifest.notes)}")

@@ -1,94 +1,119 @@
-"""How a checkpoint comes into being on a file system that all ranks see: its manifest is the last that is written.
+"""How a checkpoint comes into being: its manifest is the last that is written.
 
-A new one is written beside its place and renamed. One that replaces another is written into the same directory, to
-files of its own, until its manifest takes the place of the old one. Whatever ends a save, before that there is no
-checkpoint, or still the old one. What a dead one has left goes with the next save of a process on the same host; nobody
-takes away what another process still writes.
+A new directory is written beside its place and renamed. Where that cannot be done, or a checkpoint is replaced, files
+that have the save's nonce in their names are written to the place itself, and a manifest takes the place of the old
+one. Whatever ends a save, before that there is no checkpoint, or still the old one. What a dead one has left goes with
+the next save of a process on the same host; nobody takes away what another process still writes.
 
     step-1/                               manifest.json    <nonce>_<rank>.distcp    .metadata
     .writing-step-1-<nonce>-<owner>/      the same, in the making
-    step-1/.writing-<old>-<nonce>-<owner> an empty file: a save replaces the one whose nonce is <old>
+    step-1/.writing-<old>-<nonce>-<owner> an empty file: a save replaces the one whose nonce is <old>, or none
 
 The owner is a process, by its host, its number and when it began.
 """
 
 import errno
-import hashlib
-import os
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
+from shardfn.checkpoint.block_writer import sync
 from shardfn.checkpoint.manifest import NAME, Manifest, read_manifest
+from shardfn.checkpoint.storages import NEW, LocalDirectory, Storage, has, is_dead
 from shardfn.notation import ShardError
 
 METADATA = ".metadata"  # for torch.distributed.checkpoint; never read here
-_WRITING, _REMOVING = ".writing-", ".removing-"
+_WRITING, _REMOVING, _NONE = ".writing-", ".removing-", "none"
 
 
-class Commit:
-    """A save that is under way; the first rank calls its methods, and all write to its `place`."""
+class RenamedDirectory:
+    """A save to a new directory; all ranks write to its `storage`, the first calls its methods."""
 
-    def __init__(self, target: Path, nonce: str, replaces: bool, owner: str) -> None:
-        self._target, self._nonce, self._replaces, self._owner = target, nonce, replaces, owner
-        self._undone = True
-        self.place = target if replaces else target.parent / f"{_WRITING}{target.name}-{nonce}-{owner}"
+    of_each_rank = False
+
+    def __init__(self, target: Path, nonce: str, owner: str) -> None:
+        self._target = target
+        self.storage = LocalDirectory(target.parent / f"{_WRITING}{target.name}-{nonce}-{owner}")
 
     def begin(self) -> None:
         """Make the directory that all ranks write to."""
         self._target.parent.mkdir(parents=True, exist_ok=True)
         _collect(self._target.parent)
-        if self._replaces:
-            _collect_in(self._target)
-            self._marker(read_manifest(self._target).nonce).touch(exist_ok=False)
-        else:
-            self.place.mkdir()
+        self.storage.path.mkdir()
 
     def finish(self, manifest: Manifest, metadata: bytes) -> None:
         """Make it a checkpoint."""
-        if not self._replaces:
-            _write(self.place / METADATA, metadata)
-            _write(self.place / NAME, manifest.text().encode())
-            _sync(self.place)
-            try:
-                self.place.rename(self._target)
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise
-                raise ShardError(f"checkpoint.save: another save has made '{self._target}' meanwhile") from error
-            _sync(self._target.parent)
-            return
-        old = read_manifest(self.place)
-        written = self.place / f"{self._nonce}.json"
-        _write(written, manifest.text().encode())
-        _sync(self.place)
-        written.replace(self.place / NAME)
-        self._undone = False
-        _sync(self.place)
-        for_torch = self.place / f"{self._nonce}{METADATA}"
-        _write(for_torch, metadata)
-        for_torch.replace(self.place / METADATA)
-        _remove(self.place, old.nonce)
-        self._marker(old.nonce).unlink()
-        _sync(self.place)
+        self.storage.put(METADATA, metadata)
+        self.storage.put(NAME, manifest.text().encode())
+        try:
+            self.storage.path.rename(self._target)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            raise ShardError(f"checkpoint.save: another save has made '{self._target}' meanwhile") from error
+        sync(self._target.parent)
+
+    def abandon(self) -> None:
+        """Take away what was written."""
+        shutil.rmtree(self.storage.path, ignore_errors=True)
+
+
+class ReplacedManifest:
+    """A save to where a checkpoint may be; the first rank calls its methods, or all if each has a place of its own."""
+
+    def __init__(self, storage: Storage, nonce: str, owner: str, of_each_rank: bool = False) -> None:
+        self.storage, self._nonce, self._owner, self.of_each_rank = storage, nonce, owner, of_each_rank
+        self._marker = ""
+
+    def begin(self) -> None:
+        """Say what is about to be replaced."""
+        old = _nonce_in(self.storage)
+        for save in _saves(self.storage):
+            if is_dead(save.owner):
+                _remove(self.storage, save.old if save.new == old else save.new)
+                _remove(self.storage, save.marker)
+        for name in self.storage.names():
+            if name.startswith(NEW) and is_dead(name.removeprefix(NEW)):
+                _remove(self.storage, name)
+        self._marker = f"{_WRITING}{old}-{self._nonce}-{self._owner}"
+        self.storage.put(self._marker, b"")
+
+    def finish(self, manifest: Manifest, metadata: bytes) -> None:
+        """Make it the checkpoint."""
+        old = _nonce_in(self.storage)
+        self.storage.put(NAME, manifest.text().encode())
+        self.storage.put(METADATA, metadata)
+        _remove(self.storage, old)
+        _remove(self.storage, self._marker)
 
     def abandon(self) -> None:
         """Take away what was written, unless it is the checkpoint by now."""
-        if not self._replaces:
-            shutil.rmtree(self.place, ignore_errors=True)
-        elif self._undone:
-            _remove(self.place, self._nonce)
-            for marker in self.place.glob(f"{_WRITING}*-{self._nonce}-*"):
-                marker.unlink()
-
-    def _marker(self, replaced: str) -> Path:
-        return self.place / f"{_WRITING}{replaced}-{self._nonce}-{self._owner}"
+        if _nonce_in(self.storage) != self._nonce:
+            _remove(self.storage, self._nonce)
+            if self._marker:
+                _remove(self.storage, self._marker)
 
 
-def in_the_way(target: Path, overwrite: bool) -> str:
-    """What keeps a checkpoint from being written to a path; nothing if it is empty."""
+Commit = RenamedDirectory | ReplacedManifest
+
+
+def commit_to(place: Path | Storage, nonce: str, replaces: bool, owner: str) -> Commit:
+    """How a checkpoint comes into being there."""
+    if isinstance(place, Path):
+        beside = ReplacedManifest(LocalDirectory(place), nonce, owner)
+        return beside if replaces else RenamedDirectory(place, nonce, owner)
+    return ReplacedManifest(place, nonce, owner, isinstance(place, LocalDirectory))
+
+
+def in_the_way(target: Path | Storage, overwrite: bool) -> str:
+    """What keeps a checkpoint from being written to a place; nothing if it is empty."""
+    if isinstance(target, LocalDirectory):
+        return f"'{target.path}' has files; give each rank an empty directory" * any(target.names())
+    if not isinstance(target, Path):
+        there = f"there is a checkpoint in {target} already; give another place, or write overwrite=True"
+        return there * (has(target, NAME) and not overwrite)
     above = next(path for path in target.absolute().parents if path.exists())
     if not above.is_dir():
         return f"'{above}' is a file; give a path below a directory"
@@ -99,46 +124,42 @@ def in_the_way(target: Path, overwrite: bool) -> str:
     return "" if overwrite else f"'{target}' is there already; give another name, or write overwrite=True"
 
 
-def strangers(directory: Path, manifest: Manifest) -> list[str]:
+def strangers(storage: Storage, manifest: Manifest) -> list[str]:
     """The files in a checkpoint that are not of it, nor of a save that wanted to replace it or was replaced."""
     known = {*manifest.files, NAME, METADATA}
-    others = [nonce for old, new, _ in _markers(directory) for nonce in (old, new)]
-    names = (path.name for path in directory.iterdir() if not path.name.startswith(_WRITING))
-    return sorted(name for name in names if name not in known and not name.startswith(tuple(others)))
+    others = (NEW, *(prefix for save in _saves(storage) for prefix in (save.old, save.new, save.marker)))
+    names = (name for name in storage.names() if name not in known and not name.startswith(others))
+    return sorted(name for name in names if _is_there(storage, name))
 
 
-def is_being_replaced(directory: Path) -> bool:
-    """Whether a save has begun to replace what is in a directory; it, or its end, may lack the file for torch."""
-    return any(_markers(directory))
+def _is_there(storage: Storage, name: str) -> bool:
+    """Whether what a listing has is there, or is no file at all."""
+    return isinstance(storage, LocalDirectory) or has(storage, name)
 
 
-def _markers(directory: Path) -> Iterator[tuple[str, str, Path]]:
-    """Of each save that has begun to replace what is in a directory: the nonce of that, and its own; the marker."""
-    for path in directory.glob(f"{_WRITING}*"):
-        old, new, _ = path.name.removeprefix(_WRITING).split("-")
-        yield old, new, path
+def is_being_replaced(storage: Storage) -> bool:
+    """Whether a save has begun to replace what is there; it, or its end, may lack the file for torch."""
+    return any(True for _ in _saves(storage))
 
 
-def owner() -> str:
-    """This process, as no other one is called."""
-    return f"{_host()}.{os.getpid()}.{started(os.getpid())}"
+class _Save(NamedTuple):
+    """A save that has begun to replace a checkpoint: the nonce of that, its own, who does it, and its marker."""
+
+    old: str
+    new: str
+    owner: str
+    marker: str
 
 
-def _host() -> str:
-    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+def _saves(storage: Storage) -> Iterator[_Save]:
+    for name in storage.names():
+        if name.startswith(_WRITING) and name.count("-") == 3:
+            old, new, owner = name.removeprefix(_WRITING).split("-")
+            yield _Save(old, new, owner, name)
 
 
-def started(pid: int) -> str | None:
-    """When a process began, as the system counts; None if there is none, or if the system does not say."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    return None
-
-
-def _is_dead(path: Path) -> bool:
-    """Whether the process whose name a path ends in was on this host, and is no more."""
-    host, pid, began = path.name.rpartition("-")[2].split(".")
-    return host == _host() and str(started(int(pid))) != began
+def _nonce_in(storage: Storage) -> str:
+    return read_manifest(storage).nonce if has(storage, NAME) else _NONE
 
 
 def remove(checkpoint: Path) -> None:
@@ -153,35 +174,13 @@ def _collect(directory: Path) -> None:
     for away in directory.glob(f"{_REMOVING}*"):
         shutil.rmtree(away, ignore_errors=True)
     for place in directory.glob(f"{_WRITING}*"):
-        if _is_dead(place):
+        if is_dead(place.name.rpartition("-")[2]):
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _collect_in(directory: Path) -> None:
-    """Take away what dead saves have left that wanted to replace a checkpoint, or have."""
-    nonce = read_manifest(directory).nonce
-    for old, new, marker in _markers(directory):
-        if _is_dead(marker):
-            _remove(directory, old if new == nonce else new)
-            marker.unlink(missing_ok=True)
-
-
-def _remove(directory: Path, nonce: str) -> None:
-    for file in directory.glob(f"{nonce}*"):
-        file.unlink(missing_ok=True)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    """Have the names in a directory on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _remove(storage: Storage, prefix: str) -> None:
+    """Take away the files whose names begin so."""
+    for name in storage.names():
+        if name.startswith(prefix):
+            with suppress(FileNotFoundError):
+                storage.remove(name)

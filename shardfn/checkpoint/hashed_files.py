@@ -5,19 +5,18 @@ of its numbers are is noted: shardfn reads these alone, and nothing is ever unpi
 """
 
 import hashlib
-import os
-import shutil
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, serialization
 
+from shardfn.checkpoint.block_writer import BLOCK, BlockHasher
 from shardfn.checkpoint.commits import METADATA, is_being_replaced, strangers
-from shardfn.checkpoint.manifest import BLOCK, Damaged, HashedFile, Manifest, StoredLeaf
-from shardfn.checkpoint.tensor_files import Reader, Stored, write_at
+from shardfn.checkpoint.manifest import Damaged, HashedFile, Manifest, StoredLeaf
+from shardfn.checkpoint.storages import Storage, file_of
+from shardfn.checkpoint.tensor_files import Reader, Stored
 from shardfn.layout import Box, narrowed
 from shardfn.notation import ShardError
 
@@ -33,28 +32,38 @@ class Piece(NamedTuple):
     at: int
 
 
-class HashingWriter:
-    """A file in the making."""
+class Sink(Protocol):
+    """What the bytes of a file go to."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._hasher, self._hashes, self._size = hashlib.sha256(), list[str](), 0
-        self._flusher, self._flushed = ThreadPoolExecutor(1), Future[None]()  # the disk works while hashes are made
-        self._flushed.set_result(None)
+    def write(self, data: memoryview) -> None:
+        """Bytes that are in memory."""
+        ...
+
+    def write_numbers(self, x: Tensor) -> None:
+        """Those of a tensor, row after row."""
+        ...
+
+
+class TensorPieces:
+    """Tensors one after the other, each as `torch.save` writes it."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._size = 0
         self._names: list[bytes] = []  # what has been written last, if it may be the name of a part
+        self._numbers = torch.empty(0)
         self._at: int | None = None
 
     def add(self, x: Tensor) -> Piece:
         """Write a tensor of this rank."""
-        numbers = _bytes(x)
-        start, self._at = self._size, self._size if not len(numbers) else None
+        start, self._numbers = self._size, x.detach()
+        self._at = None if x.numel() else start
+        blank: Any = torch.empty(x.shape, dtype=x.dtype)  # torch.save asks for the memory, and nobody reads it
         sink: Any = self
         crc = serialization.get_crc32_options()
-        serialization.set_crc32_options(False)  # a weaker hash beside ours
+        serialization.set_crc32_options(False)
         try:
-            own = torch.from_numpy(numbers).view(x.dtype).view(x.shape) if len(numbers) else torch.empty_like(x.cpu())
-            torch.save(own, sink)  # whose storage is no larger
+            torch.save(blank, sink)
         finally:
             serialization.set_crc32_options(crc)
         if self._at is None:
@@ -62,46 +71,33 @@ class HashingWriter:
         return Piece(start, self._size - start, self._at)
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write bytes to its end."""
+        """What torch.save calls."""
         view = memoryview(data).cast("B")
-        if self._names[:1] == [_NUMBERS]:
+        if self._names[:1] == [_NUMBERS] and self._numbers.numel():
+            assert len(view) == self._numbers.nbytes
             self._at = self._size
+            self._sink.write_numbers(self._numbers)
+        else:
+            self._sink.write(view)
         self._names = [*self._names[-1:], view.tobytes() if len(view) == len(_NUMBERS) else b""]
-        try:
-            write_at(self._descriptor, view, self._size)
-        except OSError as error:
-            free = shutil.disk_usage(self._path.parent).free
-            raise OSError(error.errno, f"{error.strerror} ({free} bytes are free)", str(self._path)) from error
-        while len(view):
-            part = view[: BLOCK - self._size % BLOCK]
-            self._hasher.update(part)
-            self._size += len(part)
-            view = view[len(part) :]
-            if self._size % BLOCK == 0:
-                self._end_block()
-        return len(data)
+        self._size += len(view)
+        return len(view)
 
     def flush(self) -> None:
         """Nothing waits."""
 
-    def _end_block(self) -> None:
-        self._hashes.append(self._hasher.hexdigest())
-        self._hasher = hashlib.sha256()
-        if self._flushed.done():
-            self._flushed = self._flusher.submit(os.fdatasync, self._descriptor)
 
-    def finish(self) -> HashedFile:
-        """Have it on the disk."""
-        if self._size % BLOCK:
-            self._end_block()
-        self._flushed.result()
-        os.fsync(self._descriptor)
-        return HashedFile(self._size, tuple(self._hashes))
+class HashingSink(BlockHasher):
+    """Passes what it gets on to a file."""
 
-    def close(self) -> None:
-        """Close it."""
-        self._flusher.shutdown()
-        os.close(self._descriptor)
+    def write_numbers(self, x: Tensor) -> None:
+        """Those of a tensor, row after row."""
+        self.write(bytes_of(x).numpy())
+
+    def hashed(self) -> HashedFile:
+        """What the file has."""
+        self.finish()
+        return HashedFile(self.size, tuple(self.hashes))
 
 
 def hashed(data: bytes) -> HashedFile:
@@ -112,31 +108,39 @@ def hashed(data: bytes) -> HashedFile:
 
 def hash_of(x: Tensor) -> str:
     """The SHA-256 of the numbers of a tensor."""
-    return hashlib.sha256(_bytes(x)).hexdigest()
+    return hashlib.sha256(bytes_of(x).numpy().data).hexdigest()
 
 
-def _bytes(x: Tensor) -> Any:
-    return x.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
+def bytes_of(x: Tensor) -> Tensor:
+    """The numbers of a tensor in host memory, row after row."""
+    return plain_bytes(x.detach().cpu())
+
+
+def plain_bytes(x: Tensor) -> Tensor:
+    """The numbers of a tensor where it is."""
+    return x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 class VerifiedReader(Reader):
     """Reads parts of the leaves of a checkpoint; of a block with another hash nothing is read."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
         """Raises:
         Damaged: a file is missing, has another size, or is one too many.
         """
         super().__init__()
-        self._directory, self._files = directory, manifest.files
-        if others := strangers(directory, manifest):
-            raise Damaged(f"checkpoint: '{directory / others[0]}' is no part of it; take it away")
+        self._storage, self._files = storage, manifest.files
+        if others := strangers(storage, manifest):
+            raise Damaged(f"checkpoint: {file_of(storage, others[0])} is no part of it; take it away")
         self._blocks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         for name, file in manifest.files.items():
-            path = directory / name
-            size = path.lstat().st_size if path.is_file() and not path.is_symlink() else None
+            try:
+                size = storage.size(name)
+            except FileNotFoundError:
+                size = None
             if size != file.nbytes and name != METADATA:
                 found = "is missing" if size is None else f"has {size} bytes"
-                raise Damaged(f"checkpoint: '{path}' {found}; {file.nbytes} were written")
+                raise Damaged(f"checkpoint: {file_of(storage, name)} {found}; {file.nbytes} were written")
 
     def read_leaf(self, leaf: StoredLeaf, box: Box, out: Tensor) -> None:
         """Fill `out` with a box of a leaf, from all parts that have some of it.
@@ -170,12 +174,12 @@ class VerifiedReader(Reader):
         file = self._files[name]
         view = memoryview(old)[: min(BLOCK, file.nbytes - number * BLOCK)]
         try:
-            super()._pread(self._directory / name, view, number * BLOCK)
+            self._storage.read(name, view, number * BLOCK)
         except (ShardError, OSError) as error:
             raise Damaged(f"checkpoint: {error}") from error
         if hashlib.sha256(view).hexdigest() != file.hashes[number]:
             where = f"bytes {number * BLOCK} to {number * BLOCK + len(view)}"
-            raise Damaged(f"checkpoint: '{self._directory / name}' is damaged: {where} are not what was written")
+            raise Damaged(f"checkpoint: {file_of(self._storage, name)} is damaged: {where} are not what was written")
         self._blocks[key] = view
         return view
 
@@ -185,7 +189,7 @@ class VerifiedReader(Reader):
         Raises:
             Damaged: one is damaged.
         """
-        replaced = is_being_replaced(self._directory)
+        replaced = is_being_replaced(self._storage)
         for name, file in self._files.items():
             for number in range(0 if name == METADATA and replaced else len(file.hashes)):
                 self._block(name, number)

@@ -14,17 +14,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardfn.checkpoint.block_writer import BLOCK
+from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage, file_of, has, storage_of
 from shardfn.layout import Box
 from shardfn.notation import ShardError
 
 FORMAT = 1
 NAME = "manifest.json"
-BLOCK = 4 * 2**20  # bytes of a file that have a hash
 _FILE = re.compile(r"\.metadata|[0-9a-f]{16}_\d+\.distcp")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -89,31 +89,39 @@ def digest(about: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(storage: Storage) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
         FileNotFoundError: there is none, so that this is no checkpoint, or one that was never finished.
         ShardError: it is damaged, or of a format that is not known.
     """
-    file = directory / NAME
+    file = file_of(storage, NAME)
     try:
-        read = json.loads(file.read_bytes())
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"checkpoint: no checkpoint in '{directory}' (no {NAME})") from error
+        text = bytearray(storage.size(NAME))
+        storage.read(NAME, memoryview(text), 0)
+        read = json.loads(text)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        where = f"'{storage.path}'" if isinstance(storage, LocalDirectory) else storage
+        raise FileNotFoundError(f"checkpoint: no checkpoint in {where} (no {NAME})") from error
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"checkpoint: '{file}' is damaged: {str(error)[:100]}") from error
+        raise Damaged(f"checkpoint: {file} is damaged: {str(error)[:100]}") from error
     try:
         about = read["manifest"]
         if read["sha256"] != digest(about):
             raise ValueError("its hash is another one")
         if about["format"] != FORMAT:
-            raise ShardError(f"checkpoint: '{file}' has format {about['format']}; this shardfn reads format {FORMAT}")
+            raise ShardError(f"checkpoint: {file} has format {about['format']}; this shardfn reads format {FORMAT}")
         files = {name: _file(name, **x) for name, x in about["files"].items()}
         leaves = {name: _leaf(name, files, **x) for name, x in about["leaves"].items()}
         return Manifest(about["nonce"], files, leaves, about["notes"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"checkpoint: '{file}' is damaged: {str(error)[:100]}") from error
+        raise Damaged(f"checkpoint: {file} is damaged: {str(error)[:100]}") from error
+
+
+def is_checkpoint(place: AnyPlace) -> bool:
+    """Whether there is one that was finished."""
+    return has(storage_of(place), NAME)
 
 
 def require_each_once(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:

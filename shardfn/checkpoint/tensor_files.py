@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.checkpoint.block_writer import pread, write_at
 from shardfn.layout import Box, blocks, narrowed
 from shardfn.notation import ShardError
 
@@ -95,11 +96,8 @@ class Reader:
     def _pread(self, file: Path, data: memoryview, at: int) -> None:
         if file not in self._descriptors:
             self._descriptors[file] = os.open(file, os.O_RDONLY)
-        while len(data):
-            done = os.preadv(self._descriptors[file], [data], at)
-            if not done:
-                raise ShardError(f"'{file}' has become shorter")
-            data, at = data[done:], at + done
+        if not pread(self._descriptors[file], data, at):
+            raise ShardError(f"'{file}' has become shorter")
 
     def close(self) -> None:
         """Close the files."""
@@ -333,9 +331,3 @@ class TensorWriter:
 def _rows(part: Sequence[int], whole: Sequence[int]) -> int:
     """How many dims lie in front of those that are one piece of memory: those before the last that is cut."""
     return next((dim for dim in reversed(range(len(part))) if part[dim] != whole[dim]), 0)
-
-
-def write_at(descriptor: int, data: memoryview, at: int) -> None:
-    while len(data):
-        done = os.pwrite(descriptor, data, at)
-        data, at = data[done:], at + done

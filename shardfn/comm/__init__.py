@@ -11,8 +11,8 @@ transpose of a `pvary`, in `collective_autograd`. Not here: who calls which coll
 from shardfn.comm import buckets, collectives, flat_memory
 from shardfn.comm.agreement import SAME_SAMPLES, VALUES, agree, agree_on, called_by_all, check_batch
 from shardfn.comm.agreement import compare_gradients, digest, exchange_numbers, failing_together
-from shardfn.comm.agreement import random_numbers_of_first, random_states, require_same, require_same_draws
-from shardfn.comm.agreement import set_random_states, wrong_inputs
+from shardfn.comm.agreement import outcome_of, raise_failure, random_numbers_of_first, random_states, require_same
+from shardfn.comm.agreement import require_same_draws, set_random_states, wrong_inputs
 from shardfn.comm.buckets import BucketOnGrid, GatherBucket, ReduceBucket, empty_shards, in_layout
 from shardfn.comm.buckets import leaf_spec, rank_of_part, require_own_part, whole
 from shardfn.comm.collective_autograd import Moved, of_rank, watched, watching, weighed

@@ -103,16 +103,30 @@ def _told(mesh: DeviceMesh, problem: Exception | None, verb: str, lines: Sequenc
     Raises:
         ShardError: another rank has a problem; this rank's own problem when it has one.
     """
-    why = None if problem is None else f"{type(problem).__name__}: {problem}"
+    answers = _exchange(mesh, (outcome_of(problem, dist.get_rank()), lines), _gather_objects)
+    raise_failure(verb, problem, [outcome for outcome, _ in answers])
+    return [(rank, lines) for (rank, *_), lines in answers]
+
+
+# The number of a rank, what went wrong there, and as what others raise it.
+Outcome = tuple[int, str | None, type[ShardError]]
+
+
+def outcome_of(problem: Exception | None, rank: int) -> Outcome:
+    """What a rank tells the others."""
     kind = type(problem) if isinstance(problem, ShardError) else ShardError
-    answers = _exchange(mesh, (dist.get_rank(), why, kind, lines), _gather_objects)
+    why = None if problem is None else f"{type(problem).__name__}: {problem}"
+    return rank, why, kind
+
+
+def raise_failure(verb: str, problem: Exception | None, outcomes: Sequence[Outcome]) -> None:
+    """Raise if a rank has failed: this one's own problem, or what another one says."""
     if problem is not None:
         raise problem
-    failed = {rank: (kind, why) for rank, why, kind, _ in answers if why}
+    failed = {rank: (kind, why) for rank, why, kind in outcomes if why}
     if failed:
         first, (kind, why) = next(iter(failed.items()))
         raise kind(f"{verb}: rank {first} of {[*failed]} failed, so no rank goes on: {why}")
-    return [(rank, lines) for rank, _, _, lines in answers]
 
 
 def exchange_numbers(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:

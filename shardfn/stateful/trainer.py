@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn import _torch, optim
 from shardfn._torch import IncompatibleKeys, buffers_of, children_of, parameters_of, pytree, set_tables, unwrap_local
-from shardfn.checkpoint import Damaged, OfFirst, PerRank, directories, state_dicts
+from shardfn.checkpoint import Damaged, OfFirst, PerRank, directories, is_checkpoint, saves, state_dicts
 from shardfn.comm import agree, failing_together, random_states, require_own_part, set_random_states
 from shardfn.context import having
 from shardfn.layout import Plan, Policy, device_of, make_mesh, planning
@@ -236,8 +237,9 @@ class Trainer(nn.Module):
         *,
         keep: int | None = None,
         keep_every: int | None = None,
+        async_: bool = False,
         **others: Any,
-    ) -> Path:
+    ) -> Any:
         """Write `directory/step-00000012` after 12 steps: parameters, buffers, optimizer state, average, step count.
 
         And where the generators of random numbers are of each rank, which go on from there on as many ranks.
@@ -249,13 +251,14 @@ class Trainer(nn.Module):
             directory: where the checkpoints of a run are; the same on all ranks. One of this step is replaced.
             keep: how many of the newest finished checkpoints there stay, this one among them; default: all.
             keep_every: those whose step is a multiple of it stay, too.
+            async_: whether it goes on in the background; see `sf.checkpoint.save`.
             **others: more to save, by a name of yours: anything with `state_dict()` and `load_state_dict()`, as a torch
                 optimizer of `trainer.parameters()`, a learning-rate schedule, a gradient scaler.
 
         The scaler goes with them, as `scaler`.
 
         Returns:
-            the new checkpoint's path.
+            the new checkpoint's path; with `async_` a `sf.checkpoint.Saving`, whose `wait()` returns it.
 
         Communication: see `sf.checkpoint.save`.
         """
@@ -267,11 +270,8 @@ class Trainer(nn.Module):
         told = {name: notes for name, (_, notes) in saved.items()}
         if keep is not None and keep < 1:
             raise ShardError(f"Trainer.save: keep={keep} would take away this checkpoint, too; write keep=1 or more")
-        directories.save(path, state, self.mesh, notes=told, overwrite=True)
-        if keep is not None:
-            with failing_together(self.mesh, "Trainer.save"):
-                directories.prune(directory, keep, keep_every)
-        return path
+        tidy = partial(directories.prune, directory, keep, keep_every)
+        return saves.save_and(tidy, path, state, self.mesh, told, async_, overwrite=True)
 
     def load(self, directory: str | os.PathLike[str], **others: Any) -> Path:
         """Go on from a checkpoint, or from the newest one in a directory; any mesh and policy may have written it.
@@ -290,9 +290,9 @@ class Trainer(nn.Module):
             ShardError: it is of another model or optimizer.
         """
         others = self._with_scaler(others)
-        directories.require_one_path(self.mesh, "Trainer.load", directory)
-        found = [Path(directory)] if directories.is_checkpoint(directory) else directories.steps(directory)
-        found = directories.of_first(found)
+        saves.require_one_path(self.mesh, "Trainer.load", directory)
+        found = [Path(directory)] if is_checkpoint(directory) else directories.steps(directory)
+        found = saves.of_first(found)
         for path in found:
             try:
                 return self._load(path, others)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shardfn as sf
+from shardfn.checkpoint import commits
 
 
 class Killed(BaseException):
@@ -118,8 +119,9 @@ def test_everything_is_on_the_disk_before_its_name_is(
     before, after = done[:named], done[named + 1 :]
     (data,) = path.glob("*.distcp")
     assert ("sync", data.name) in before
-    manifest = f"{data.name[:16]}.json" if overwrite else "manifest.json"
-    directories = [name for what, name in before[before.index(("sync", manifest)) :] if "step-1" in name]
+    before = before[before.index(("sync", data.name)) :]
+    manifest = next(at for at in reversed(range(len(before))) if before[at][1].startswith(".new-"))
+    directories = [name for what, name in before[manifest:] if "step-1" in name]
     assert directories[-1] == "step-1" if overwrite else directories[-1].startswith(".writing-step-1-")
     assert ("sync", "step-1" if overwrite else tmp_path.name) in after
     assert not [x for x in path.parent.rglob("*") if x.name.startswith(".writing")]
@@ -130,7 +132,7 @@ def test_two_jobs_that_save_to_one_path_do_not_touch_each_others_files(
 ) -> None:
     """The second one to finish gets an error, and what the first one has written stays."""
     target, started = tmp_path / "step-1", []
-    finish = sf.checkpoint.directories.Commit.finish
+    finish = commits.RenamedDirectory.finish
 
     def between(self: Any, *args: Any) -> None:
         if not started:
@@ -138,7 +140,7 @@ def test_two_jobs_that_save_to_one_path_do_not_touch_each_others_files(
             sf.checkpoint.save(target, {"x": torch.full((3,), 2.0)})
         finish(self, *args)
 
-    monkeypatch.setattr(sf.checkpoint.directories.Commit, "finish", between)
+    monkeypatch.setattr(commits.RenamedDirectory, "finish", between)
     with pytest.raises(sf.ShardError, match="another save has made"):
         sf.checkpoint.save(target, {"x": torch.full((3,), 1.0)})
     assert sf.checkpoint.load(target, {"x": torch.zeros(3)})["x"].tolist() == [2, 2, 2]

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 import shardfn as sf
 from shardfn._torch import pytree, unwrap_locals
-from shardfn.checkpoint import commits
+from shardfn.checkpoint import commits, storages
 from shardfn.checkpoint.__main__ import main
-from shardfn.checkpoint.hashed_files import HashingWriter, hash_of
+from shardfn.checkpoint.hashed_files import HashingSink, hash_of
 from shardfn.checkpoint.state_dicts import from_state_dict, to_state_dict
 from shardfn.comm.buckets import whole
 from shardfn.comm.flat_memory import merged
@@ -142,8 +142,8 @@ def _bias(path: Path) -> Tensor:
 
 def test_what_a_dead_save_left_goes_with_the_next_one(tmp_path: Path) -> None:
     """Unless its process lives, or is on another host."""
-    host, _, _ = commits.owner().split(".")
-    other = commits.started(os.getppid())
+    host, _, _ = storages.owner().split(".")
+    other = storages.started(os.getppid())
     owners = [
         f"{host}.{2**22 + 1}.1",
         f"{host}.{os.getppid()}.17",
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_that_name_stays_until_the_new_one_is_whole(
         sf.checkpoint.save(path, second)
     before = sorted(path.iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(HashingWriter, "finish", lambda _: 1 / 0)
+        patch.setattr(HashingSink, "hashed", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             sf.checkpoint.save(path, second, overwrite=True)
     assert sorted(path.iterdir()) == before

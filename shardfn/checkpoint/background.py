@@ -1,0 +1,228 @@
+"""Saves that go on in the background: `save(..., async_=True)` copies what there is, and returns.
+
+    save       ranks agree, the tree is copied to memory that two processes share (`StagingSink`)     the caller waits
+    a thread   a process writes that memory to a file and hashes it; outcomes are exchanged; the first rank commits
+
+Ranks exchange over a process group of its own, so that their collectives and those of the training do not meet. One
+save is under way at a time. What went wrong is raised by `wait`, by the next save or load, or when the process ends.
+"""
+
+import atexit
+import json
+import mmap
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn import _torch
+from shardfn.checkpoint import block_writer
+from shardfn.checkpoint.hashed_files import HashingSink, plain_bytes
+from shardfn.checkpoint.manifest import HashedFile
+from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage
+from shardfn.comm import outcome_of, raise_failure
+from shardfn.notation import ShardError
+
+
+class Saving:
+    """A save that goes on in the background, by `save(..., async_=True)`.
+
+    >>> import tempfile, torch, shardfn as sf
+    >>> saving = sf.checkpoint.save(tempfile.mkdtemp() + "/step-1", {"x": torch.ones(2)}, async_=True)
+    >>> path = saving.wait()
+    >>> saving.done(), sf.checkpoint.load(path, {"x": torch.empty(2)})
+    (True, {'x': tensor([1., 1.])})
+    """
+
+    def __init__(self, path: AnyPlace, work: Callable[[], None]) -> None:
+        self.path = path
+        self._work = work
+        self._problem: Exception | None = None
+        self._told = False
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self._problem = error
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Any:
+        """Wait for its end; returns the path.
+
+        Raises:
+            Exception: what `save` raises, on every rank.
+        """
+        self._thread.join()
+        self._told = True
+        if self._problem is not None:
+            raise self._problem
+        return self.path
+
+    @property
+    def untold(self) -> Exception | None:
+        """What went wrong, once it has ended and unless `wait` has said so."""
+        self._thread.join()
+        return None if self._told else self._problem
+
+
+class SharedMemory:
+    """Memory of this process that one it begins can read; pinned where there is a GPU."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):  # on Linux; not counted with /dev/shm, which is small in containers
+            self.descriptor = os.memfd_create("shardfn")
+        else:
+            self.descriptor, name = tempfile.mkstemp()
+            os.unlink(name)
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+    def fit(self, nbytes: int) -> Tensor:
+        """At least so many bytes of it; what was there is lost if it grows."""
+        if self.bytes.numel() < nbytes:
+            self._pin(False)
+            os.ftruncate(self.descriptor, nbytes)
+            self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=torch.uint8)
+            self._pin(True)
+        return self.bytes
+
+    def _pin(self, pinned: bool) -> None:
+        if torch.cuda.is_available() and self.bytes.numel():
+            cuda: Any = torch.cuda.cudart()
+            at, size = self.bytes.data_ptr(), self.bytes.numel()
+            torch.cuda.check_error(cuda.cudaHostRegister(at, size, 1) if pinned else cuda.cudaHostUnregister(at))
+
+
+class StagingSink:
+    """Copies the bytes of a file to memory."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory, self.size = memory, 0
+
+    def write(self, data: memoryview) -> None:
+        """Bytes that are in memory."""
+        self.write_numbers(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def write_numbers(self, x: Tensor) -> None:
+        """Those of a tensor; one of a GPU is there after `staged`."""
+        numbers = plain_bytes(x)
+        self._memory[self.size : self.size + len(numbers)].copy_(numbers, non_blocking=True)
+        self.size += len(numbers)
+
+    def staged(self) -> Tensor:
+        """All that was written."""
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return self._memory[: self.size]
+
+
+class Background:
+    """What a process needs for its saves in the background."""
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+        self._exchange: tuple[Any, Any] = None, None  # the process group of all ranks, and one beside it
+        self._latest: Saving | None = None
+
+    @cached_property
+    def memory(self) -> SharedMemory:
+        """Where what is to be written is copied to."""
+        atexit.register(self._end)
+        return SharedMemory()
+
+    def meet(self, name: str) -> None:
+        """Have a process group for the exchange; all ranks call it, with one name."""
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if self._exchange[0] is not world or self._exchange[1] is None:
+            self._exchange = world, None if world is None else _torch.apart_from(world, name)
+
+    def begin(self, path: AnyPlace, work: Callable[[], None]) -> Saving:
+        """Do that; nothing else goes on."""
+        self._latest = Saving(path, work)
+        return self._latest
+
+    def settle(self) -> None:
+        """Wait for the save that goes on.
+
+        Raises:
+            Exception: what went wrong with it, if nobody has heard of it.
+        """
+        saving, self._latest = self._latest, None
+        if saving is not None and (problem := saving.untold) is not None:
+            raise ShardError(f"the save of '{saving.path}' in the background failed: {problem}") from problem
+
+    def exchanged(self, work: Callable[[], Any]) -> list[Any]:
+        """What that gives on every rank, on the first one; all raise if it fails on one."""
+        group, problem, result = self._exchange[1], None, None
+        try:
+            result = work()
+        except Exception as error:
+            problem = error
+        outcome = outcome_of(problem, 0 if group is None else group.rank())
+        if group is None:
+            everyone = [pickle.dumps((outcome, result))]
+        else:
+            try:
+                everyone = _torch.gather_bytes(group, pickle.dumps((outcome, result)), problem is not None)
+            except RuntimeError as error:
+                raise ShardError(f"checkpoint.save: another rank has ended, or does not answer: {error}") from error
+        gathered = [pickle.loads(data) for data in everyone]
+        raise_failure("checkpoint.save", problem, [outcome for outcome, _ in gathered])
+        return [result for _, result in gathered]
+
+    def write(self, storage: Storage, name: str, data: Tensor) -> HashedFile:
+        """Write a file of memory that was filled: by a process of its own, if it is one of this host."""
+        if isinstance(storage, LocalDirectory):
+            return self._written_apart(storage.path / name, len(data))
+        with storage.create(name) as file:
+            sink = HashingSink(file.write)
+            sink.write(data.numpy())
+            return sink.hashed()
+
+    def _written_apart(self, path: Path, size: int) -> HashedFile:
+        if self._writer is None or self._writer.poll() is not None:
+            script = [sys.executable, "-I", "-S", block_writer.__file__, str(self.memory.descriptor)]
+            pipe, shared = subprocess.PIPE, (self.memory.descriptor,)
+            # A session of its own: an interrupt from a keyboard ends the training, which may want to save.
+            self._writer = subprocess.Popen(script, stdin=pipe, stdout=pipe, pass_fds=shared, start_new_session=True)
+        line = b""
+        with suppress(BrokenPipeError):
+            self._writer.stdin.write(json.dumps({"path": str(path), "size": size}).encode() + b"\n")
+            self._writer.stdin.flush()
+            line = self._writer.stdout.readline()
+        if not line:
+            raise ShardError(f"the process that writes has ended, with status {self._writer.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise OSError(*answer["error"])
+        return HashedFile(answer["size"], tuple(answer["sha256"]))
+
+    def _end(self) -> None:
+        """At the end of the process: a save comes to its end, and one that failed is heard of."""
+        try:
+            self.settle()
+        except Exception:
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # an exception here would leave the exit status at 0
+
+
+BACKGROUND = Background()  # of this process

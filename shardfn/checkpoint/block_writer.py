@@ -1,0 +1,131 @@
+"""A file that goes to the disk while it is written, with a hash of each block; also a process that writes such files.
+
+Nothing of torch or of shardfn is imported here, so that the process begins at once and takes no memory. It reads
+requests, one line each, `{"path": ..., "size": ...}`, and writes that many bytes of the memory that it shares with the
+one that began it; it ends with its input.
+
+    python block_writer.py 5        # the number of the descriptor of the memory
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+BLOCK = 4 * 2**20  # bytes of a file that have a hash
+
+
+class DiskFile:
+    """A new file; it is on the disk when its `with` ends well."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._at = self._begun = 0
+        self._flusher, self._flushed = ThreadPoolExecutor(1), Future[None]()
+        self._flushed.set_result(None)
+
+    def write(self, data: Any) -> None:
+        """Write bytes to its end; the disk works while more are made."""
+        try:
+            write_at(self._descriptor, memoryview(data), self._at)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._path) from error
+        self._at += len(data)
+        if self._at - self._begun >= BLOCK and self._flushed.done():
+            self._begun = self._at
+            self._flushed = self._flusher.submit(os.fdatasync, self._descriptor)
+
+    def __enter__(self) -> "DiskFile":
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        try:
+            if kind is None:
+                self._flushed.result()
+                os.fsync(self._descriptor)
+        finally:
+            self._flusher.shutdown()
+            os.close(self._descriptor)
+
+
+class BlockHasher:
+    """Passes bytes on, and has the SHA-256 of each block of them."""
+
+    def __init__(self, write: Callable[[memoryview], object]) -> None:
+        self._write, self._hasher = write, hashlib.sha256()
+        self.hashes: list[str] = []
+        self.size = 0
+
+    def write(self, data: Any) -> None:
+        """More bytes."""
+        view = memoryview(data).cast("B")
+        while len(view):
+            part = view[: BLOCK - self.size % BLOCK]
+            self._write(part)
+            self._hasher.update(part)
+            self.size += len(part)
+            view = view[len(part) :]
+            if self.size % BLOCK == 0:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self.hashes.append(self._hasher.hexdigest())
+        self._hasher = hashlib.sha256()
+
+    def finish(self) -> None:
+        """No more bytes."""
+        if self.size % BLOCK:
+            self._end_block()
+
+
+def write_at(descriptor: int, data: memoryview, at: int) -> None:
+    """Write all of it."""
+    while len(data):
+        done = os.pwrite(descriptor, data, at)
+        data, at = data[done:], at + done
+
+
+def pread(descriptor: int, data: memoryview, at: int) -> bool:
+    """Fill `data`; whether the file has so much."""
+    while len(data):
+        done = os.preadv(descriptor, [data], at)
+        if not done:
+            return False
+        data, at = data[done:], at + done
+    return True
+
+
+def sync(directory: Path) -> None:
+    """Have the names in a directory on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _serve(descriptor: int) -> None:
+    """Answer requests, one after the other."""
+    os.nice(19)  # who trains goes first
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            with mmap.mmap(descriptor, request["size"], access=mmap.ACCESS_READ) as memory, memoryview(memory) as view:
+                with DiskFile(request["path"]) as file:
+                    hasher = BlockHasher(file.write)
+                    hasher.write(view[: request["size"]])
+                    hasher.finish()
+            answer: dict[str, Any] = {"size": hasher.size, "sha256": hasher.hashes}
+        except OSError as error:
+            answer = {"error": [error.errno, error.strerror, error.filename]}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
