@@ -190,6 +190,7 @@ class Background:
     def write(self, storage: Storage, name: str, data: Tensor) -> HashedFile:
         """Write a file of memory that was filled: by a process of its own, if it is one of this host."""
         if isinstance(storage, LocalDirectory):
+            storage.path.mkdir(parents=True, exist_ok=True)
             return self._written_apart(storage.path / name, len(data))
         with storage.create(name) as file:
             sink = HashingSink(file.write)
@@ -197,7 +198,7 @@ class Background:
             return sink.hashed()
 
     def _written_apart(self, path: Path, size: int) -> HashedFile:
-        if self._writer is None or self._writer.poll() is not None:
+        if self._writer is None:
             script = [sys.executable, "-I", "-S", block_writer.__file__, str(self.memory.descriptor)]
             pipe, shared = subprocess.PIPE, (self.memory.descriptor,)
             # A session of its own: an interrupt from a keyboard ends the training, which may want to save.
@@ -208,16 +209,26 @@ class Background:
             self._writer.stdin.flush()
             line = self._writer.stdout.readline()
         if not line:
-            raise ShardError(f"the process that writes has ended, with status {self._writer.wait()}")
+            raise ShardError(f"the process that writes has ended, with status {self.end_writer()}")
         answer = json.loads(line)
         if "error" in answer:
             raise OSError(*answer["error"])
         return HashedFile(answer["size"], tuple(answer["sha256"]))
 
+    def end_writer(self) -> int | None:
+        """End the process that writes; returns its status."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return None
+        with suppress(BrokenPipeError), writer.stdin, writer.stdout:
+            pass
+        return writer.wait()
+
     def _end(self) -> None:
         """At the end of the process: a save comes to its end, and one that failed is heard of."""
         try:
             self.settle()
+            self.end_writer()
         except Exception:
             traceback.print_exc()
             sys.stdout.flush()

@@ -5,6 +5,7 @@ LocalDirectory(path)    one of each rank, which somebody puts together later, as
 any `Storage`           an object store: no renaming, no fsync, listings that may be late
 """
 
+import errno
 import hashlib
 import os
 import shutil
@@ -151,7 +152,7 @@ def file_of(storage: Storage, name: str) -> str:
 
 def with_space(error: OSError, storage: Storage) -> OSError:
     """The same error, with how much space is left there."""
-    if error.errno is None or not isinstance(storage, LocalDirectory):
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not isinstance(storage, LocalDirectory):
         return error
     free = shutil.disk_usage(next(path for path in (storage.path, *storage.path.parents) if path.exists())).free
     return OSError(error.errno, f"{error.strerror} ({free} bytes are free)", error.filename or str(storage.path))

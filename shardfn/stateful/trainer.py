@@ -290,6 +290,7 @@ class Trainer(nn.Module):
             ShardError: it is of another model or optimizer.
         """
         others = self._with_scaler(others)
+        saves.settle(self.mesh)
         saves.require_one_path(self.mesh, "Trainer.load", directory)
         found = [Path(directory)] if is_checkpoint(directory) else directories.steps(directory)
         found = saves.of_first(found)

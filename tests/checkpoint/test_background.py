@@ -1,0 +1,201 @@
+"""Saves that go on in the background: what they have, and that their failures are heard of."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import folder
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+from shardfn.checkpoint import background, block_writer
+from shardfn.checkpoint.hashed_files import HashingSink
+from shardfn.testing import on_meshes, run, run_raises
+
+
+@pytest.fixture(autouse=True)
+def _nothing_goes_on() -> Any:
+    """Each test begins and ends so."""
+    background.BACKGROUND.settle()
+    yield
+    background.BACKGROUND.settle()
+
+
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 3})
+def test_it_has_what_there_was_when_it_was_called(mesh: DeviceMesh) -> None:
+    """Also of leaves that are small, empty, of other dtypes, and written to at once."""
+    model = nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 1), nn.Linear(1, 1, bias=False))
+    tree = {"params": sf.shard(model, mesh, sf.Policy(), src=0), "n": 3, "x": torch.arange(3), "e": torch.empty(0, 2)}
+    tree |= {"f": torch.ones(5).to(torch.float8_e4m3fn), "b": torch.tensor(True)}
+    with folder() as at:
+        sync = sf.checkpoint.save(at / "sync", tree)
+        saving = sf.checkpoint.save(at / "async", tree, async_=True)
+        want = {name: x.detach().to_local().clone() for name, x in tree["params"].items()}
+        for x in (*(x.detach().to_local() for x in tree["params"].values()), tree["x"]):
+            x.fill_(7)
+        assert saving.wait() == at / "async" and saving.done()
+        if dist.get_rank() == 0:
+            sizes = [sorted(x.stat().st_size for x in path.glob("*.distcp")) for path in (sync, at / "async")]
+            assert sizes[0] == sizes[1]
+            sf.checkpoint.verify(at / "async")
+        loaded = sf.checkpoint.load(at / "async", tree)
+        assert all(loaded["params"][name].to_local().equal(x) for name, x in want.items())
+        assert loaded["x"].tolist() == [0, 1, 2] and loaded["n"] == 3
+
+
+@on_meshes({"fsdp": 2})
+def test_one_goes_on_at_a_time(mesh: DeviceMesh) -> None:
+    """The next one waits for it, and so does a load; memory for it is kept."""
+    params = sf.shard(nn.Linear(300, 300), mesh, sf.Policy(), src=0)
+    with folder() as at:
+        for step in range(4):
+            last = sf.checkpoint.save(at / f"step-{step}", {"p": params, "n": step}, async_=True)
+            if step:
+                assert (at / f"step-{step - 1}" / "manifest.json").exists()
+        assert sf.checkpoint.load(last.path, {"p": params, "n": 0})["n"] == 3 and last.done()
+
+
+def _fails(path: str, how: str) -> None:
+    """The second rank cannot write."""
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    params, written = sf.shard(nn.Linear(30, 30), mesh, sf.Policy(), src=0), background.Background.write
+    if dist.get_rank() == 1:
+
+        def write(self: Any, *args: Any) -> Any:
+            raise OSError(28, "No space left on device", "that file")
+
+        background.Background.write = write
+    try:
+        saving = sf.checkpoint.save(path, {"p": params}, async_=True)
+        if how == "wait":
+            saving.wait()
+        else:
+            time.sleep(0.2)
+            sf.checkpoint.save(f"{path}-next", {"p": params})
+    finally:
+        background.Background.write = written
+        with_nothing = [x.name for x in Path(path).parent.iterdir()] if dist.get_rank() == 0 else []
+        assert sf.checkpoint.save(f"{path}-after", {"p": params}, async_=True).wait() == Path(f"{path}-after")
+        assert with_nothing == [], "a save that failed has left something"
+
+
+@pytest.mark.parametrize("how", ["wait", "save"])
+def test_what_fails_on_a_rank_is_raised_on_all(tmp_path: Path, how: str) -> None:
+    errors = run_raises(Exception, _fails, str(tmp_path / "step-1"), how, match="No space left on device", ranks=2)
+    assert "rank 1 of [1] failed, so no rank goes on" in errors[0]
+    assert all("in the background failed" in error for error in errors) == (how == "save")
+
+
+def test_a_failure_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `wait`, or by the next save or load."""
+    x = {"x": torch.ones(3)}
+    there = sf.checkpoint.save(tmp_path / "step-0", x)
+    monkeypatch.setattr(block_writer, "__file__", str(tmp_path / "not there"))
+    background.BACKGROUND.end_writer()
+    for heard in (True, False):
+        saving = sf.checkpoint.save(tmp_path / "step-1", x, async_=True)
+        if heard:
+            with pytest.raises(sf.ShardError, match="the process that writes has ended, with status 2"):
+                saving.wait()
+        else:
+            with pytest.raises(sf.ShardError, match=r"the save of '.*step-1' in the background failed: the process"):
+                sf.checkpoint.load(there, x)
+        assert sf.checkpoint.load(there, x)["x"].tolist() == [1, 1, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0"]
+
+
+def test_a_writer_that_is_killed_is_an_error_and_another_one_begins(tmp_path: Path) -> None:
+    x = {"x": torch.ones(3)}
+    sf.checkpoint.save(tmp_path / "step-0", x, async_=True).wait()
+    writer = background.BACKGROUND._writer
+    writer.send_signal(signal.SIGSTOP)
+    saving = sf.checkpoint.save(tmp_path / "step-1", x, async_=True)
+    time.sleep(0.05)
+    assert not saving.done() and sf.checkpoint.latest(tmp_path) == tmp_path / "step-0"
+    writer.kill()
+    with pytest.raises(sf.ShardError, match="the process that writes has ended, with status -9"):
+        saving.wait()
+    assert sf.checkpoint.save(tmp_path / "step-1", x, async_=True).wait() == tmp_path / "step-1"
+
+
+_SCRIPT = """
+import sys, torch, shardfn as sf
+from shardfn.checkpoint import block_writer
+mesh = sf.make_mesh("cpu", fsdp=1)
+params = sf.shard(torch.nn.Linear(300, 300), mesh, sf.Policy())
+if sys.argv[2] == "fail":
+    block_writer.__file__ = "nothing.py"
+sf.checkpoint.save(sys.argv[1], {"p": params}, async_=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "fail"])
+def test_the_end_of_a_process_waits_for_it(tmp_path: Path, how: str) -> None:
+    """Also without a process group; and a failure is its exit status."""
+    command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "step-1"), how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert (done.returncode, (tmp_path / "step-1").exists()) == ((0, True) if how == "end" else (1, False)), done.stderr
+    assert how == "end" or "in the background failed: the process that writes has ended" in done.stderr
+
+
+def test_memory_grows(tmp_path: Path) -> None:
+    for n in (10, 10**6, 10**5):
+        x = {"x": torch.randn(n), "y": torch.randn(3, n).T}
+        path = sf.checkpoint.save(tmp_path / f"step-{n}", x, async_=True).wait()
+        loaded = sf.checkpoint.load(path, {"x": torch.empty(n), "y": torch.empty(n, 3)})
+        assert all(loaded[name].equal(x[name]) for name in x)
+
+
+def test_bytes_are_hashed_as_a_save_in_the_foreground_does(tmp_path: Path) -> None:
+    data, sizes = os.urandom(3 * block_writer.BLOCK + 17), []
+    with block_writer.DiskFile(str(tmp_path / "a")) as file:
+        sink = HashingSink(file.write)
+        for start in range(0, len(data), 1_000_003):
+            sink.write(data[start : start + 1_000_003])
+        sizes.append(sink.hashed())
+    whole = HashingSink(lambda _: None)
+    whole.write(data)
+    assert sizes == [whole.hashed()] and (tmp_path / "a").read_bytes() == data
+
+
+def _ranks_differ(path: str) -> None:
+    params = sf.shard(nn.Linear(3, 3), sf.make_mesh("cpu", fsdp=2), sf.Policy(), src=0)
+    sf.checkpoint.save(path, {"p": params}, async_=dist.get_rank() == 0)
+
+
+def test_ranks_that_save_in_other_ways_are_an_error(tmp_path: Path) -> None:
+    match = "rank 0 has async_=True; rank 1 has async_=False"
+    run_raises(sf.ShardError, _ranks_differ, str(tmp_path / "step-1"), match=match, ranks=2)
+
+
+def _trainer_saves(path: str) -> list[str]:
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    model = nn.Linear(4, 2)
+
+    def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return sf.apply(model, params, x).square().mean()
+
+    trainer = sf.Trainer(model, mesh, optimizer=sf.optim.adamw(0.1), loss_fn=loss_fn, src=0)
+    saved = {}
+    for step in range(1, 6):
+        trainer.step(torch.ones(3, 4))
+        saved[step] = sf.gather(trainer.params)["weight"].detach().clone()
+        trainer.save(path, keep=2, keep_every=2, async_=True)
+    there = trainer.load(path)
+    assert sf.gather(trainer.params)["weight"].equal(saved[5]) and there.name == "step-00000005"
+    return sorted(x.name for x in Path(path).iterdir())
+
+
+def test_a_trainer_saves_so_too(tmp_path: Path) -> None:
+    """And takes old ones away once the new one is there."""
+    names = run(_trainer_saves, str(tmp_path), ranks=2)[0]
+    assert names == ["step-00000002", "step-00000004", "step-00000005"]
