@@ -5,13 +5,14 @@ tree has, by names), `slices` (which rank has, and writes, what part of it), `ma
 `commits` (how it comes into being), `hashed_files` (tensors, and their hashes), `block_writer` (bytes, also by a
 process that does nothing else), `storages` (where they are) and `background` (saves while the training goes on). Then
 `safetensors` (weights of published models), `stored_names` (what the tensors of a model are called in them) and
-`tensor_files`. `state_dicts` has trees as state dicts. Not here: the states of torch's objects, see `stateful`.
+`tensor_files`. Not here: the states of torch's objects, see `stateful`.
 """
 
-from shardfn.checkpoint import directories, saves, state_dicts
+from shardfn.checkpoint import directories, saves
 from shardfn.checkpoint.background import Saving
 from shardfn.checkpoint.directories import latest, load, notes, verify
-from shardfn.checkpoint.leaves import OfFirst, PerRank
+from shardfn.checkpoint.hashed_files import bytes_of, hash_of
+from shardfn.checkpoint.leaves import OfFirst, PerRank, of_rank
 from shardfn.checkpoint.manifest import Damaged, is_checkpoint
 from shardfn.checkpoint.safetensors import load_safetensors, save_safetensors
 from shardfn.checkpoint.saves import save

@@ -107,6 +107,11 @@ def saved_by(path: AnyPlace, name: str) -> int:
     return sum(_base(stored) == name for stored in read_manifest(storage_of(path)).leaves)
 
 
+def shapes(path: AnyPlace) -> dict[str, tuple[int, ...]]:
+    """Those of the leaves of a checkpoint, by their names."""
+    return {name: leaf.shape for name, leaf in read_manifest(storage_of(path)).leaves.items()}
+
+
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """The newest finished checkpoint `step-N` in a directory, or None."""
     return next(iter(steps(directory)), None)

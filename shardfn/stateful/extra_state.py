@@ -7,8 +7,10 @@ need pickle to be read:
     {"step": tensor, "lr": 0.1}   ->   {"name.step": tensor}  and  {"dict": [["step", {"tensor": ...}], ["lr", 0.1]]}
 """
 
+import base64
+import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import pytree
+from shardfn.checkpoint import PerRank, bytes_of, hash_of, of_rank
+from shardfn.comm import digest
 from shardfn.notation import ShardError
 from shardfn.params import Params, map_local
 
@@ -50,6 +54,31 @@ def to_save(other: Any, name: str, params: Params) -> tuple[dict[str, Any], dict
     return {"rest": rest, "trees": trees}, {"state": skeleton, "trees": described}
 
 
+def digest_of(tensors: Mapping[str, Any], notes: Any) -> int:
+    """A hash of what `to_save` gave but for trees."""
+    return digest([json.dumps(notes["state"]), *(f"{path} {hash_of(x)}" for path, x in tensors["rest"].items())])
+
+
+def of_each_rank(tensors: Mapping[str, Any], notes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `to_save` gave, as that of this rank alone: text, since other ranks may have other tensors."""
+    rest = {path: base64.b64encode(bytes_of(x).numpy().data).decode() for path, x in tensors["rest"].items()}
+    text = json.dumps([notes["state"], rest]).encode()
+    return {"each": PerRank(torch.frombuffer(bytearray(text), dtype=torch.uint8))}, {"each": True}
+
+
+def _of_this_rank(text: Tensor, name: str) -> Any:
+    """The state that `of_each_rank` was given."""
+    skeleton, rest = json.loads(text.numpy().tobytes())
+
+    def tensor(path: str, described: Mapping[str, Any]) -> Tensor:
+        flat = torch.frombuffer(bytearray(base64.b64decode(rest[path]) or b"\0"), dtype=torch.uint8)
+        x = torch.empty(described["tensor"], dtype=getattr(torch, described["dtype"]))
+        x.view(-1).view(torch.uint8).copy_(flat[: x.nbytes])
+        return x
+
+    return _joined(skeleton, name, tensor)
+
+
 def _dtype_name(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
@@ -82,8 +111,11 @@ def _apart(state: Any, names: Mapping[int, str], params: Params) -> tuple[Any, d
     return {"state": rest, "param_groups": groups}, {key: params.like(leaves) for key, leaves in trees.items()}
 
 
-def memory_for(notes: Any, name: str, params: Params) -> dict[str, Any]:
-    """Memory for the tensors that `to_save` gave with these notes."""
+def memory_for(notes: Any, name: str, params: Params, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Memory for the tensors that `to_save` gave with these notes; `shapes` of all that is in the checkpoint."""
+    if "each" in notes:
+        shape = shapes.get(of_rank(f"{OTHERS}.{name}.each"), (0,))
+        return {"each": PerRank(torch.empty(shape, dtype=torch.uint8))}
     trees = {}
     for key, (dtype, leaves) in notes["trees"].items():
         shards = params.like((leaf, params[leaf].detach()) for leaf in leaves)
@@ -104,6 +136,8 @@ def load_into(other: Any, name: str, notes: Any, tensors: Mapping[str, Any], par
     Raises:
         ShardError: a group of an optimizer has other parameters.
     """
+    if "each" in notes:
+        return other.load_state_dict(_of_this_rank(tensors["each"].tensor, name))
     state = _joined(notes["state"], name, lambda path, _: tensors["rest"][path])
     if isinstance(other, torch.optim.Optimizer):
         numbers = {leaf: number for number, leaf in names_of(other, params).items()}

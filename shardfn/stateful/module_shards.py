@@ -22,11 +22,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardfn import _torch
 from shardfn._torch import buffers_of, children_of, dtypes_of, parameters_of, refresh_flat_weights, unwrap_local
 from shardfn.binding import with_tables
-from shardfn.checkpoint import state_dicts
 from shardfn.comm import buckets
 from shardfn.layout import CLASS, OWN, Grid, Plan, Policy, Reduction, grid_of, note_shard, submodule, unwrapped
 from shardfn.notation import ShardError, raise_problems
-from shardfn.params import Params, initialize
+from shardfn.params import Params, initialize, state_dicts
 from shardfn.stateful.torch_optimizers import REPLACED, SHARD, SUCCESSOR, watch_optimizers
 from shardfn.transforms import apply
 

@@ -4,10 +4,8 @@ It adds no numerics: `step` is `value_and_grad`, `clip` and the optimizer's `ste
 """
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -20,13 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from shardfn import _torch, optim
 from shardfn._torch import IncompatibleKeys, buffers_of, children_of, parameters_of, pytree, set_tables, unwrap_local
-from shardfn.checkpoint import Damaged, OfFirst, PerRank, directories, is_checkpoint, saves, state_dicts
-from shardfn.comm import agree, failing_together, random_states, require_own_part, set_random_states
+from shardfn.comm import agree, exchange_numbers, failing_together, require_own_part
 from shardfn.context import having
-from shardfn.layout import Plan, Policy, device_of, make_mesh, planning
+from shardfn.layout import Plan, Policy, make_mesh, planning
 from shardfn.notation import ShardError
-from shardfn.params import Mean, Params, initialize, map_local, parts_of, sharding
-from shardfn.stateful.extra_state import OTHERS, load_into, memory_for, to_save
+from shardfn.params import Mean, Params, initialize, map_local, parts_of, sharding, state_dicts
+from shardfn.stateful import saved_state
 from shardfn.stateful.module_shards import adopt, install, require_no_gradients, taken_over, whole_in_place
 from shardfn.stateful.torch_optimizers import DRIVERS, refuse_held_back
 from shardfn.transforms import autodiff
@@ -68,6 +65,7 @@ class Trainer(nn.Module):
         params: a tree of this model, by `sf.checkpoint.load_safetensors` for example, to begin with. The trainer takes
             it over: steps write into these tensors. Where `mesh` or `policy` is left out, those of the tree count. The
             model's own values do not: it may be on the meta device.
+        resume: where the checkpoints of this run are: `load` of the newest one, if there is one.
 
     Raises:
         ShardError: as `shard`; `params` that are not laid out as `shard` would lay them out.
@@ -91,6 +89,7 @@ class Trainer(nn.Module):
         init: Callable[[Any], Any] | None = None,
         src: int | None = None,
         params: Params | None = None,
+        resume: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         _check_settings(model, optimizer, accumulate, clip, ema, scaler)
@@ -112,7 +111,7 @@ class Trainer(nn.Module):
         self.optimizer, self.loss_fn = optimizer, loss_fn
         self.accumulate, self.clip, self.ema_decay = accumulate, clip, ema
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.steps = 0
+        self.steps = self._samples = self._own_samples = 0
         self._syncs = True
         # The trainer shares the model's tables of children, parameters and buffers, so that names carry no prefix.
         self.__dict__["_model"] = model
@@ -124,6 +123,8 @@ class Trainer(nn.Module):
         DRIVERS[self] = None
         self.ema: Params | None = map_local(lambda x: x.detach().clone(), self.params) if ema is not None else None
         self.optimizer_state: Any = optimizer.init(self.params) if optimizer is not None else None
+        if resume is not None and (found := saved_state.found_in(self.mesh, "Trainer(resume=...)", resume)):
+            self._go_on(found, {})
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Its own attributes are not the model's, whose children and buffers may have the same names."""
@@ -194,6 +195,7 @@ class Trainer(nn.Module):
             _, self.optimizer_state = optimizer.step(params, grads, self.optimizer_state)
             self._update_ema(params)
         self.steps += 1
+        self._own_samples += _samples_in(batch)
         for callback in self.callbacks:
             callback(self, out)
         return out
@@ -255,23 +257,18 @@ class Trainer(nn.Module):
             **others: more to save, by a name of yours: anything with `state_dict()` and `load_state_dict()`, as a torch
                 optimizer of `trainer.parameters()`, a learning-rate schedule, a gradient scaler.
 
-        The scaler goes with them, as `scaler`.
+        The scaler goes with them, as `scaler`. A state that is not the same on all ranks, as that of a loader, is of
+        each rank, and goes on on as many.
 
         Returns:
             the new checkpoint's path; with `async_` a `sf.checkpoint.Saving`, whose `wait()` returns it.
 
         Communication: see `sf.checkpoint.save`.
         """
-        saved = {name: to_save(other, name, self.params) for name, other in self._with_scaler(others).items()}
-        path = Path(directory) / directories.STEP.format(self.steps)
-        state = self._state() | {OTHERS: {name: tensors for name, (tensors, _) in saved.items()}}
-        state["buffers"] = {name: OfFirst(x) for name, x in self.module.named_buffers()}
-        state["random"] = [PerRank(x) for x in random_states(device_of(self.mesh.device_type))]
-        told = {name: notes for name, (_, notes) in saved.items()}
-        if keep is not None and keep < 1:
-            raise ShardError(f"Trainer.save: keep={keep} would take away this checkpoint, too; write keep=1 or more")
-        tidy = partial(directories.prune, directory, keep, keep_every)
-        return saves.save_and(tidy, path, state, self.mesh, told, async_, overwrite=True)
+        counts = exchange_numbers(self.mesh, [self._own_samples])
+        self._samples += sum(count for (count,) in counts) * self._data_ranks // len(counts)
+        self._own_samples = 0
+        return saved_state.save(self, directory, keep, keep_every, async_, others)
 
     def load(self, directory: str | os.PathLike[str], **others: Any) -> Path:
         """Go on from a checkpoint, or from the newest one in a directory; any mesh and policy may have written it.
@@ -289,53 +286,33 @@ class Trainer(nn.Module):
             FileNotFoundError: there is none.
             ShardError: it is of another model or optimizer.
         """
-        others = self._with_scaler(others)
-        saves.settle(self.mesh)
-        saves.require_one_path(self.mesh, "Trainer.load", directory)
-        found = [Path(directory)] if is_checkpoint(directory) else directories.steps(directory)
-        found = saves.of_first(found)
-        for path in found:
-            try:
-                return self._load(path, others)
-            except Damaged as error:
-                if path == found[-1]:
-                    raise
-                warnings.warn(f"Trainer.load: {error}. Going on with the checkpoint before it", stacklevel=2)
-        raise FileNotFoundError(f"Trainer.load: no checkpoint in '{directory}'")
+        found = saved_state.found_in(self.mesh, "Trainer.load", directory)
+        if not found:
+            raise FileNotFoundError(f"Trainer.load: no checkpoint in '{directory}'")
+        return self._go_on(found, others)
 
-    def _load(self, path: Path, others: dict[str, Any]) -> Path:
-        """Go on from one checkpoint."""
-        with failing_together(self.mesh, "Trainer.load"):
-            notes = directories.notes(path)
-            if missing := [name for name in others if name not in notes]:
-                raise ShardError(
-                    f"Trainer.load: '{path}' was saved without {missing}: leave out; it has {sorted(notes)}"
-                )
-        if left := [name for name in notes if name not in others]:
-            asked = f"load(..., {left[0]}=...)"
-            warnings.warn(f"Trainer.load: '{path}' also has {left}, which nobody asked for: {asked}", stacklevel=3)
-        like = {name: memory_for(notes[name], name, self.params) for name in others}
-        wanted, whole = self._state() | {OTHERS: like}, ("params", "optimizer")
-        device = device_of(self.mesh.device_type)
-        if directories.saved_by(path, "random.0") == self.mesh.size():
-            wanted["random"] = [PerRank(x) for x in random_states(device)]
-        state = directories.load(path, wanted, self.mesh, whole=whole, unexpected="ignore")
-        if "random" in state:
-            set_random_states(device, [x.tensor for x in state["random"]])
-        for name, other in others.items():
-            load_into(other, name, notes[name], state[OTHERS][name], self.params)
+    def _go_on(self, found: Sequence[Path], others: Mapping[str, Any]) -> Path:
+        """Go on from the first of some checkpoints that is not damaged."""
+        path, state = saved_state.load(self, found, others)
         self._held.copy_in(state["params"])
         for name, buffer in self.module.named_buffers():
             buffer.copy_(state["buffers"][name])
         self.optimizer_state, self.ema, self.steps = state["optimizer"], state["ema"], state["steps"]
+        self._samples, self._own_samples = state["samples"], 0
         return path
 
-    def _with_scaler(self, others: dict[str, Any]) -> dict[str, Any]:
-        return others if self.scaler is None else {"scaler": self.scaler} | others
+    @property
+    def samples(self) -> int:
+        """How many samples the steps have had, on all data ranks: dim 0 of the last tensor of each batch.
 
-    def _state(self) -> dict[str, Any]:
-        buffers, optimizer = dict(self.module.named_buffers()), self.optimizer_state
-        return {"params": self.params, "buffers": buffers, "optimizer": optimizer, "ema": self.ema, "steps": self.steps}
+        As many on each data rank as on this one since the last `save`, which counts them. After `load` the data go on
+        from there.
+        """
+        return self._samples + self._own_samples * self._data_ranks
+
+    @property
+    def _data_ranks(self) -> int:
+        return prod(self.plan.axes[axis] for axis in self.plan.roles.data)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's state dict: `DTensor` shards and buffers under the model's names, in the model's shapes."""
@@ -466,8 +443,7 @@ class Trainer(nn.Module):
 
     def _tokens(self, batch: Any) -> int:
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        ranks = prod(self.plan.axes[axis] for axis in self.plan.roles.data)
-        return tensors[-1].numel() * ranks if tensors else 0
+        return tensors[-1].numel() * self._data_ranks if tensors else 0
 
     @torch.no_grad()
     def _update_ema(self, params: Params) -> None:
@@ -476,6 +452,12 @@ class Trainer(nn.Module):
         for name, average in self.ema.items():
             if average.is_floating_point():
                 unwrap_local(average).lerp_(unwrap_local(params[name]).detach(), 1 - self.ema_decay)
+
+
+def _samples_in(batch: Any) -> int:
+    """How many samples a batch of this rank has."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    return len(tensors[-1]) if tensors else 0
 
 
 def _require_flags(params: Params) -> None:

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 import shardfn as sf
 from shardfn._torch import pytree, unwrap_locals
-from shardfn.checkpoint import commits, storages
+from shardfn.checkpoint import storages
 from shardfn.checkpoint.__main__ import main
 from shardfn.checkpoint.hashed_files import HashingSink, hash_of
-from shardfn.checkpoint.state_dicts import from_state_dict, to_state_dict
 from shardfn.comm.buckets import whole
 from shardfn.comm.flat_memory import merged
+from shardfn.params.state_dicts import from_state_dict, to_state_dict
 from shardfn.testing import on_meshes, run, run_raises
 
 

@@ -37,7 +37,7 @@ ROOMS = {
     "stateful": "_torch notation context layout comm binding params transforms optim checkpoint",
     "compat.common": "_torch notation layout comm binding params stateful",
     "compat.fsdp2": "_torch notation layout binding params stateful compat.common",
-    "compat.fsdp1": "_torch notation context layout comm binding params checkpoint stateful compat.common compat.fsdp2",
+    "compat.fsdp1": "_torch notation context layout comm binding params stateful compat.common compat.fsdp2",
     "compat.hfai": "_torch notation comm stateful compat.common compat.fsdp1",
     "compat": "notation layout compat.fsdp2 compat.fsdp1 compat.hfai",
     "testing": "_torch layout comm",

@@ -28,13 +28,12 @@ from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import unwrap_local, with_local
-from shardfn.checkpoint import state_dicts
 from shardfn.compat.common import CopiesIntoShards, current_shards, laid_out, own_modules, whole_of
 from shardfn.compat.fsdp1.instance import Instance, as_before, state_dict_settings
 from shardfn.context import having, holding
 from shardfn.layout import WRAPPED, unwrapped
 from shardfn.notation import ShardError
-from shardfn.params import Params, sharding
+from shardfn.params import Params, sharding, state_dicts
 from shardfn.stateful import require_no_gradients, whole_in_place
 
 _DEPRECATED = (

@@ -1,7 +1,7 @@
 """Trees as state dicts: under the model's names and in the model's shapes, still sharded, and back.
 
-What is fused, padded or stored with one dim per factor is gathered and split evenly. Checkpoint directories do without:
-they store boxes of the model's tensors, see `leaves`.
+What is fused, padded or stored with one dim per factor is gathered and split evenly. Checkpoints do without: they have
+boxes of the model's tensors, see `checkpoint`.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,8 @@ from shardfn import comm
 from shardfn._torch import dtensor_spec, unwrap_local, wrap_local
 from shardfn.comm import buckets
 from shardfn.layout import Layout, chunk, grid_of
-from shardfn.params import Params, initialize, sharding
+from shardfn.params import initialize, sharding
+from shardfn.params.tree import Params
 
 
 def to_state_dict(params: Params) -> dict[str, Tensor]:

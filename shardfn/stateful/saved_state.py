@@ -1,0 +1,140 @@
+"""What a `Trainer` saves, and how it goes on from it: its own state, that of other objects, random numbers.
+
+Each rank has random states of its own, which go on where they were on as many ranks; so does another object whose state
+is not the same on all ranks, as that of a loader may be.
+"""
+
+import os
+import random
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn.checkpoint import Damaged, OfFirst, PerRank, directories, is_checkpoint, saves
+from shardfn.comm import exchange_numbers, failing_together, random_states, set_random_states
+from shardfn.layout import device_of
+from shardfn.notation import ShardError
+from shardfn.params import Params
+from shardfn.stateful.extra_state import OTHERS, digest_of, load_into, memory_for, of_each_rank, to_save
+
+
+class Saved(Protocol):
+    """What is asked of a trainer."""
+
+    mesh: DeviceMesh
+    scaler: Any
+    steps: int
+    optimizer_state: Any
+    ema: Params | None
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def params(self) -> Params: ...
+
+    @property
+    def samples(self) -> int: ...
+
+
+def save(
+    trainer: Saved, directory: str | os.PathLike[str], keep: int | None, every: int | None, async_: bool, others: Any
+) -> Any:
+    """Write a checkpoint of this step.
+
+    Raises:
+        ShardError: it would be taken away at once; a state that cannot be saved.
+    """
+    if keep is not None and keep < 1:
+        raise ShardError(f"Trainer.save: keep={keep} would take away this checkpoint, too; write keep=1 or more")
+    with failing_together(trainer.mesh, "Trainer.save"):
+        saved = {name: to_save(x, name, trainer.params) for name, x in _with_scaler(trainer, others).items()}
+    rows = exchange_numbers(trainer.mesh, [0, *(digest_of(*x) for x in saved.values())])
+    for name, *digests in zip(saved, *(row[1:] for row in rows), strict=False):
+        if len(set(digests)) > 1 and not saved[name][1]["trees"]:
+            saved[name] = of_each_rank(*saved[name])
+    path = Path(directory) / directories.STEP.format(trainer.steps)
+    state = _state(trainer) | {OTHERS: {name: tensors for name, (tensors, _) in saved.items()}}
+    state["buffers"] = {name: OfFirst(x) for name, x in trainer.module.named_buffers()}
+    state["random"] = [PerRank(x) for x in _random_states(device_of(trainer.mesh.device_type))]
+    told = {name: notes for name, (_, notes) in saved.items()}
+    tidy = partial(directories.prune, directory, keep, every)
+    return saves.save_and(tidy, path, state, trainer.mesh, told, async_, overwrite=True)
+
+
+def found_in(mesh: DeviceMesh, verb: str, directory: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints that the first rank sees, the newest first; or the one that this is."""
+    saves.settle(mesh)
+    saves.require_one_path(mesh, verb, directory)
+    return saves.of_first([Path(directory)] if is_checkpoint(directory) else directories.steps(directory))
+
+
+def load(trainer: Saved, found: Sequence[Path], others: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Read the first of some checkpoints that is not damaged: its path, and what it has for the trainer itself."""
+    others = _with_scaler(trainer, others)
+    for path in found[:-1]:
+        try:
+            return path, _load(trainer, path, others)
+        except Damaged as error:
+            warnings.warn(f"Trainer.load: {error}. Going on with the checkpoint before it", stacklevel=3)
+    return found[-1], _load(trainer, found[-1], others)
+
+
+def _load(trainer: Saved, path: Path, others: Mapping[str, Any]) -> dict[str, Any]:
+    params = trainer.params
+    with failing_together(trainer.mesh, "Trainer.load"):
+        notes = directories.notes(path)
+        if missing := [name for name in others if name not in notes]:
+            raise ShardError(f"Trainer.load: '{path}' was saved without {missing}: leave out; it has {sorted(notes)}")
+        sizes = directories.shapes(path)
+        like = {name: memory_for(notes[name], name, params, sizes) for name in others}
+    if left := [name for name in notes if name not in others]:
+        asked = f"load(..., {left[0]}=...)"
+        warnings.warn(f"Trainer.load: '{path}' also has {left}, which nobody asked for: {asked}", stacklevel=4)
+    wanted, device = _state(trainer) | {OTHERS: like}, device_of(trainer.mesh.device_type)
+    if (ranks := directories.saved_by(path, "random.0")) == trainer.mesh.size():
+        wanted["random"] = [PerRank(x) for x in _random_states(device)]
+    else:
+        why = f"'{path}' has random states of {ranks} ranks, and {trainer.mesh.size()} are here, which keep their own"
+        warnings.warn(f"Trainer.load: {why}", stacklevel=4)
+    whole = ("params", "optimizer")
+    state = directories.load(path, wanted, trainer.mesh, whole=whole, unexpected="ignore")
+    if "random" in state:
+        _set_random_states(device, [x.tensor for x in state["random"]])
+    for name, other in others.items():
+        load_into(other, name, notes[name], state[OTHERS][name], params)
+    return state
+
+
+def _with_scaler(trainer: Saved, others: Mapping[str, Any]) -> dict[str, Any]:
+    return {**({} if trainer.scaler is None else {"scaler": trainer.scaler}), **others}
+
+
+def _state(trainer: Saved) -> dict[str, Any]:
+    state = {"params": trainer.params, "buffers": dict(trainer.module.named_buffers())}
+    state |= {"optimizer": trainer.optimizer_state, "ema": trainer.ema}
+    return state | {"steps": trainer.steps, "samples": trainer.samples}
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """Where the generators of torch, of Python and of NumPy are."""
+    _, numbers, spare = random.getstate()
+    _, keys, at, has_spare, spare_of_numpy = numpy.random.get_state(legacy=True)
+    own = [*numbers, spare is not None, spare or 0.0], [*keys, at, has_spare, spare_of_numpy]
+    return [*random_states(device), *(torch.tensor(x, dtype=torch.float64) for x in own)]
+
+
+def _set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
+    *of_torch, of_python, of_numpy = states
+    set_random_states(device, of_torch)
+    *numbers, has_spare, spare = of_python.tolist()
+    random.setstate((3, tuple(map(int, numbers)), spare if has_spare else None))
+    *keys, at, has_spare, spare = of_numpy.tolist()
+    numpy.random.set_state(("MT19937", numpy.array(keys, dtype=numpy.uint32), int(at), int(has_spare), spare))
