@@ -114,11 +114,12 @@ class StagingSink:
     """Copies the bytes of a file to memory."""
 
     def __init__(self, memory: Tensor) -> None:
-        self._memory, self.size = memory, 0
+        self._memory, self._bytes, self.size = memory, memory.numpy().data, 0
 
-    def write(self, data: memoryview) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Bytes that are in memory."""
-        self.write_numbers(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self._bytes[self.size : self.size + len(data)] = data
+        self.size += len(data)
 
     def write_numbers(self, x: Tensor) -> None:
         """Those of a tensor; one of a GPU is there after `staged`."""

@@ -6,6 +6,7 @@ of its numbers are is noted: shardfn reads these alone, and nothing is ever unpi
 
 import hashlib
 from collections import OrderedDict
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -35,7 +36,7 @@ class Piece(NamedTuple):
 class Sink(Protocol):
     """What the bytes of a file go to."""
 
-    def write(self, data: memoryview) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Bytes that are in memory."""
         ...
 
@@ -48,39 +49,51 @@ class TensorPieces:
     """Tensors one after the other, each as `torch.save` writes it."""
 
     def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._size = 0
-        self._names: list[bytes] = []  # what has been written last, if it may be the name of a part
-        self._numbers = torch.empty(0)
-        self._at: int | None = None
+        self._sink, self._size = sink, 0
 
     def add(self, x: Tensor) -> Piece:
         """Write a tensor of this rank."""
-        start, self._numbers = self._size, x.detach()
-        self._at = None if x.numel() else start
-        blank: Any = torch.empty(x.shape, dtype=x.dtype)  # torch.save asks for the memory, and nobody reads it
-        sink: Any = self
-        crc = serialization.get_crc32_options()
-        serialization.set_crc32_options(False)
-        try:
-            torch.save(blank, sink)
-        finally:
-            serialization.set_crc32_options(crc)
-        if self._at is None:
-            raise RuntimeError("torch.save writes files in another way than this version of shardfn knows")
-        return Piece(start, self._size - start, self._at)
+        before, after = _frame(tuple(x.shape), x.dtype)
+        self._sink.write(before)
+        self._sink.write_numbers(x.detach())
+        self._sink.write(after)
+        piece = Piece(self._size, len(before) + x.nbytes + len(after), self._size + len(before))
+        self._size += piece.length
+        return piece
+
+
+@cache
+def _frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What `torch.save` writes before and after the numbers of a tensor."""
+    parts = 1 if 0 in shape else 2
+    file: Any = _Frame(parts)
+    crc = serialization.get_crc32_options()
+    serialization.set_crc32_options(False)
+    try:
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), file)
+    finally:
+        serialization.set_crc32_options(crc)
+    if len(file.parts) != parts:
+        raise RuntimeError("torch.save writes files in another way than this version of shardfn knows")
+    before, after = [*file.parts, []][:2]
+    return b"".join(before), b"".join(after)
+
+
+class _Frame:
+    """A file that keeps all but the numbers, which nobody reads: what is written after their name and some space."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self.parts = count, list[list[bytes]]([[]])
+        self._names: list[bytes] = []  # what has been written last, if it may be a name
 
     def write(self, data: bytes | memoryview) -> int:
         """What torch.save calls."""
         view = memoryview(data).cast("B")
-        if self._names[:1] == [_NUMBERS] and self._numbers.numel():
-            assert len(view) == self._numbers.nbytes
-            self._at = self._size
-            self._sink.write_numbers(self._numbers)
+        if self._names[:1] == [_NUMBERS] and len(self.parts) < self._count:
+            self.parts.append([])
         else:
-            self._sink.write(view)
+            self.parts[-1].append(view.tobytes())
         self._names = [*self._names[-1:], view.tobytes() if len(view) == len(_NUMBERS) else b""]
-        self._size += len(view)
         return len(view)
 
     def flush(self) -> None:
