@@ -1,15 +1,20 @@
 """The file in which torch.distributed.checkpoint (`filesystem.py` of it) looks up where tensors are.
 
-It is a pickle of torch's own classes, one of which is private: written so that torch's tools read what we write, and
-never read.
+It is a pickle of torch's own classes, one of which is private: written so that torch's tools read what we write. Ours
+are never read; of directories that torch has written, it is read without any other name that a pickle may call.
 """
 
+import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as metadata_
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -17,6 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+
+from shardfn.notation import ShardError
 
 # (starts, sizes) of a box of a tensor, and in which file, where and how many bytes long it is as torch.save writes it.
 StoredBox = tuple[Sequence[int], Sequence[int], str, int, int]
@@ -35,3 +42,39 @@ def checkpoint_metadata(tensors: Mapping[str, tuple[Sequence[int], torch.dtype, 
         metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
         metadata.planner_data[name] = (name,)
     return pickle.dumps(metadata)
+
+
+_OF_METADATA = (Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata, BytesStorageMetadata)
+_OF_METADATA = (*_OF_METADATA, ChunkStorageMetadata, metadata_._MEM_FORMAT_ENCODING)
+_CLASSES: dict[tuple[str, str], Any] = {(metadata_.__name__, x.__name__): x for x in _OF_METADATA}
+_CLASSES[filesystem.__name__, "_StorageInfo"] = filesystem._StorageInfo
+_CLASSES |= {("pathlib", name): PurePath for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")}
+
+
+class _Classes(pickle.Unpickler):
+    """Knows the classes of that file, and no other ones."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class, or a dtype."""
+        if (module, name) in _CLASSES:
+            return _CLASSES[module, name]
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return lambda layout: torch.strided
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def read_checkpoint_metadata(data: bytes) -> Metadata:
+    """What a file like that has.
+
+    Raises:
+        ShardError: it asks for anything else, or is none.
+    """
+    try:
+        metadata = _Classes(io.BytesIO(data)).load()
+    except Exception as error:  # of bytes that anybody may have written
+        raise ShardError(f"checkpoint: .metadata is not what torch.distributed.checkpoint writes: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise ShardError(f"checkpoint: .metadata has a {type(metadata).__name__}")
+    return metadata

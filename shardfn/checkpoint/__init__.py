@@ -10,13 +10,14 @@ process that does nothing else), `storages` (where they are) and `background` (s
 
 from shardfn.checkpoint import directories, saves
 from shardfn.checkpoint.background import Saving
+from shardfn.checkpoint.dcp import StorageReader, StorageWriter
 from shardfn.checkpoint.directories import latest, load, notes, verify
 from shardfn.checkpoint.hashed_files import bytes_of, hash_of
 from shardfn.checkpoint.leaves import OfFirst, PerRank, of_rank
-from shardfn.checkpoint.manifest import Damaged, is_checkpoint
+from shardfn.checkpoint.manifest import Damaged, from_json, is_checkpoint, to_json
 from shardfn.checkpoint.safetensors import load_safetensors, save_safetensors
 from shardfn.checkpoint.saves import save
 from shardfn.checkpoint.storages import LocalDirectory, Storage
 
-__all__ = ["Damaged", "LocalDirectory", "OfFirst", "PerRank", "Saving", "Storage", "latest", "load", "load_safetensors"]
-__all__ += ["notes", "save", "save_safetensors", "verify"]
+__all__ = ["Damaged", "LocalDirectory", "OfFirst", "PerRank", "Saving", "Storage", "StorageReader", "StorageWriter"]
+__all__ += ["latest", "load", "load_safetensors", "notes", "save", "save_safetensors", "verify"]

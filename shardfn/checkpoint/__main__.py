@@ -2,28 +2,52 @@
 
 python -m shardfn.checkpoint ls runs/checkpoints        # what is there, the newest first
 python -m shardfn.checkpoint verify runs/checkpoints    # every byte of all of them; 1 if one is damaged
+python -m shardfn.checkpoint convert theirs step-1      # from torch.distributed.checkpoint, or safetensors
+python -m shardfn.checkpoint convert step-1 weights.safetensors --only params
 """
 
 import argparse
+import shutil
 import sys
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from shardfn.checkpoint import directories
-from shardfn.checkpoint.manifest import is_checkpoint, read_manifest
+import torch
+
+from shardfn.checkpoint import dcp, directories, tensor_files
+from shardfn.checkpoint.commits import METADATA
+from shardfn.checkpoint.hashed_files import VerifiedReader
+from shardfn.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
+from shardfn.checkpoint.saves import save
 from shardfn.checkpoint.storages import storage_of
 from shardfn.notation import ShardError
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m shardfn.checkpoint", description="List and verify checkpoints.")
-    parser.add_argument("command", choices=["ls", "verify"])
-    parser.add_argument("path", type=Path, nargs="+", help="a checkpoint, or a directory of some")
+    parser = argparse.ArgumentParser(
+        prog="python -m shardfn.checkpoint", description="List, verify, convert checkpoints."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, what in (("ls", "what is there"), ("verify", "compare every byte with its hash")):
+        command = commands.add_parser(name, help=what)
+        command.add_argument("path", type=Path, nargs="+", help="a checkpoint, or a directory of some")
+    command = commands.add_parser("convert", help="from torch.distributed.checkpoint's or safetensors, or to them")
+    command.add_argument("source", type=Path, help="a directory; or a file of safetensors")
+    command.add_argument("target", type=Path, help="a new directory; or a new file of safetensors")
+    command.add_argument("--to", choices=["shardfn", "dcp"], default="shardfn", help="what a new directory is")
+    command.add_argument("--only", default="", help="of the leaves below this name, such as params")
     options = parser.parse_args(arguments)
+    if options.command == "convert":
+        return _reported(options.target, lambda: _convert(options.source, options.target, options.to, options.only))
     found = [one for path in options.path for one in ([path] if is_checkpoint(path) else _in(path))]
     if not found:
         print(f"no checkpoint in {', '.join(map(str, options.path))}", file=sys.stderr)
-    return max([_command(options.command, one) for one in found], default=1)
+    check = directories.verify if options.command == "verify" else directories.notes
+    return max([_reported(one, partial(check, one)) for one in found], default=1)
 
 
 def _in(directory: Path) -> list[Path]:
@@ -31,18 +55,80 @@ def _in(directory: Path) -> list[Path]:
     return [*directories.steps(directory), *(x for x in names if is_checkpoint(x) and x.name[:5] != "step-")]
 
 
-def _command(name: str, path: Path) -> int:
+def _reported(path: Path, command: Callable[[], object]) -> int:
+    """Run a command, and print what there is then, or why it failed."""
     try:
-        if name == "verify":
-            directories.verify(path)
-        manifest = read_manifest(storage_of(path))
-        size = sum(file.nbytes for file in manifest.files.values())
-        files, notes = sum(x.endswith(".distcp") for x in manifest.files), f", notes {sorted(manifest.notes)}"
-        print(f"{path}: {len(manifest.leaves)} leaves, {files} files, {size:,} bytes{notes * bool(manifest.notes)}")
-    except (ShardError, OSError) as error:
+        command()
+        if is_checkpoint(path):
+            manifest = read_manifest(storage_of(path))
+            size = sum(file.nbytes for file in manifest.files.values())
+            files, notes = sum(x.endswith(".distcp") for x in manifest.files), f", notes {sorted(manifest.notes)}"
+            print(f"{path}: {len(manifest.leaves)} leaves, {files} files, {size:,} bytes{notes * bool(manifest.notes)}")
+        else:
+            print(f"{path}: written")
+    except (ShardError, OSError, TypeError) as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _convert(source: Path, target: Path, to: str, only: str) -> None:
+    """Write what is in one place to another, of another kind."""
+    if target.exists():
+        raise ShardError("it is there already; give a new name")
+    if not is_checkpoint(source):
+        _into_ours(source, target, to, only)
+        return
+    directories.verify(source)
+    manifest = read_manifest(storage_of(source))
+    if target.suffix == ".safetensors":
+        _into_safetensors(source, manifest, target, only)
+    elif to == "dcp" and not only:
+        shutil.copytree(source, target, ignore=lambda _, names: [x for x in names if x not in {*manifest.files}])
+    else:
+        raise ShardError("from a checkpoint of shardfn: write --to dcp, or a name that ends in .safetensors")
+
+
+def _into_ours(source: Path, target: Path, to: str, only: str) -> None:
+    if to == "dcp" or target.suffix == ".safetensors":
+        raise ShardError(f"'{source}' is no checkpoint of shardfn; convert it into one first")
+    if (source / METADATA).is_file():
+        values = dict(dcp.read_directory(source))
+    else:
+        with closing(tensor_files.TensorFiles(source)) as files:
+            values = {name: torch.empty(stored.shape, dtype=stored.dtype) for name, stored in files.tensors.items()}
+            for name, value in values.items():
+                files.read(name, tuple((0, n) for n in value.shape), value)
+    tree: dict[str, Any] = {}
+    others = {name: value for name, value in values.items() if not isinstance(value, torch.Tensor | int | float)}
+    for name in sorted(values.keys() - others.keys()):
+        if not only or name.startswith(f"{only}."):
+            *path, last = name.removeprefix(f"{only}." if only else "").split(".")
+            place = tree
+            for key in path:
+                place = place.setdefault(key, {})
+                if not isinstance(place, dict):
+                    raise ShardError(f"'{name}' is below a tensor of that name")
+            place[last] = values[name]
+    save(target, tree, notes={"others": {name: repr(value) for name, value in others.items()}} if others else None)
+
+
+def _into_safetensors(source: Path, manifest: Manifest, target: Path, only: str) -> None:
+    leaves = {x: leaf for x, leaf in manifest.leaves.items() if not only or x.startswith(f"{only}.")}
+    if not leaves:
+        raise ShardError(
+            f"nothing in '{source}' is below '{only}'; there are {sorted({x.split('.')[0] for x in manifest.leaves})}"
+        )
+    names = {name: name.removeprefix(f"{only}." if only else "") for name in leaves}
+    plan = tensor_files.plan_file(target.name, {names[x]: (leaf.shape, leaf.dtype) for x, leaf in leaves.items()})
+    writer = tensor_files.TensorWriter(target.parent, tensor_files.FilesPlan((plan,), alone=True))
+    with closing(VerifiedReader(storage_of(source), manifest)) as reader, closing(writer):
+        writer.open()
+        for name, leaf in leaves.items():
+            value, box = torch.empty(leaf.shape, dtype=leaf.dtype), tuple((0, n) for n in leaf.shape)
+            reader.read_leaf(leaf, box, value)
+            writer.write(names[name], box, value)
+        writer.finish()
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ no more than the blocks that it is in. A part of a leaf is a box of it, and wher
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardfn.checkpoint.block_writer import BLOCK
 from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage, file_of, has, storage_of
@@ -27,6 +29,7 @@ FORMAT = 1
 NAME = "manifest.json"
 _FILE = re.compile(r"\.metadata|[0-9a-f]{16}_\d+\.distcp")
 _HASH = re.compile(r"[0-9a-f]{64}")
+_PLAIN = (int, float, str, bool, type(None))
 
 
 class Damaged(ShardError):
@@ -157,3 +160,42 @@ def _leaf(
             raise ValueError(f"a part of {name!r} that is outside of it or of its file")
     require_each_once(name, shape, [part.box for part in stored])
     return StoredLeaf(tuple(shape), kind, tuple(stored))
+
+
+def to_json(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """The JSON part of a state, such as an optimizer's; its tensors go into `tensors`, by their paths.
+
+    Raises:
+        TypeError: something that is neither a tensor, a number, a string nor a container of these.
+    """
+    if isinstance(state, Tensor):
+        if path in tensors:
+            raise TypeError(f"checkpoint: two values of a state have the path '{path}'; rename one")
+        tensors[path] = state
+        return {"tensor": list(state.shape), "dtype": str(state.dtype).removeprefix("torch.")}
+    if isinstance(state, Mapping):
+        if odd := [key for key in state if not isinstance(key, _PLAIN)]:
+            raise TypeError(f"checkpoint: '{path}' has the key {odd[0]!r}; keys are numbers and strings")
+        items = [[key, to_json(value, f"{path}.{key}", tensors)] for key, value in state.items()]
+        return {"counter" if isinstance(state, Counter) else "dict": items}
+    if isinstance(state, list | tuple):
+        items = [to_json(value, f"{path}.{index}", tensors) for index, value in enumerate(state)]
+        return {"tuple": items} if isinstance(state, tuple) else items
+    if isinstance(state, _PLAIN):
+        return state
+    raise TypeError(f"checkpoint: '{path}' is a {type(state).__name__}, not a tensor, number, string or container")
+
+
+def from_json(part: Any, path: str, tensor: Callable[[str, Mapping[str, Any]], Tensor]) -> Any:
+    """The state of a JSON part, whose tensors are `tensor(path, what JSON says of it)`."""
+    if isinstance(part, list):
+        return [from_json(value, f"{path}.{index}", tensor) for index, value in enumerate(part)]
+    if not isinstance(part, dict):
+        return part
+    if "tensor" in part:
+        return tensor(path, part)
+    if "tuple" in part:
+        return tuple(from_json(part["tuple"], path, tensor))
+    items = part["counter"] if "counter" in part else part["dict"]
+    joined = {key: from_json(value, f"{path}.{key}", tensor) for key, value in items}
+    return Counter(joined) if "counter" in part else joined

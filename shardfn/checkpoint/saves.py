@@ -117,7 +117,7 @@ def save_and(
 
 
 # The file of a rank, if it has one, where each box is in it, and the leaves of which each rank has one.
-_Written = tuple[str, HashedFile | None, list[tuple[str, Box, Piece]], list[SavedLeaf]]
+Written = tuple[str, HashedFile | None, list[tuple[str, Box, Piece]], list[SavedLeaf]]
 
 
 class _Save:
@@ -149,7 +149,7 @@ class _Save:
         if self._is_first:
             self._commit.begin()
 
-    def write(self, _: list[Any]) -> _Written:
+    def write(self, _: list[Any]) -> Written:
         """A file of what this rank has to write, if there is something."""
         return self._written(self._write) if self._has_parts() else self._written(None)
 
@@ -163,7 +163,7 @@ class _Save:
             self._staged = sink.staged()
         self._leaves = [replace(leaf, parts=[]) for leaf in self._leaves]
 
-    def write_staged(self, _: list[Any]) -> _Written:
+    def write_staged(self, _: list[Any]) -> Written:
         """A file of what was copied."""
         staged = self._staged
         write = None if staged is None else lambda: BACKGROUND.write(self._commit.storage, self._name, staged)
@@ -182,22 +182,22 @@ class _Save:
             self._put(sink)
             return sink.hashed()
 
-    def _written(self, write: Callable[[], HashedFile] | None) -> _Written:
+    def _written(self, write: Callable[[], HashedFile] | None) -> Written:
         try:
             file = None if write is None else write()
         except OSError as error:
             raise with_space(error, self._commit.storage) from error
         return self._name, file, self._places, self._own
 
-    def finish(self, everyone: list[_Written]) -> None:
+    def finish(self, everyone: list[Written]) -> None:
         """The first rank makes it a checkpoint."""
         if self._is_first:
-            self._commit.finish(*_manifest(self._nonce, self._notes, self._leaves, everyone))
+            self._commit.finish(*manifest_of(self._nonce, self._notes, self._leaves, everyone))
             self._then()
 
 
-def _manifest(
-    nonce: str, notes: Mapping[str, Any], leaves: Sequence[SavedLeaf], everyone: Sequence[_Written]
+def manifest_of(
+    nonce: str, notes: Mapping[str, Any], leaves: Sequence[SavedLeaf], everyone: Sequence[Written]
 ) -> tuple[Manifest, bytes]:
     """What all ranks have written, for us and for torch.distributed.checkpoint."""
     leaves = [*(leaf for leaf in leaves if leaf.kind != EACH), *(leaf for *_, own in everyone for leaf in own)]

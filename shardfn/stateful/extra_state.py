@@ -9,8 +9,8 @@ need pickle to be read:
 
 import base64
 import json
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import pytree
-from shardfn.checkpoint import PerRank, bytes_of, hash_of, of_rank
+from shardfn.checkpoint import PerRank, bytes_of, from_json, hash_of, of_rank, to_json
 from shardfn.comm import digest
 from shardfn.notation import ShardError
 from shardfn.params import Params, map_local
 
 OTHERS = "others"  # where a checkpoint has their tensors
-_PLAIN = (int, float, str, bool, type(None))
 
 
 def to_save(other: Any, name: str, params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -49,7 +48,7 @@ def to_save(other: Any, name: str, params: Params) -> tuple[dict[str, Any], dict
                 "torch.distributed.checkpoint; averages of parameters are Trainer(ema=...)"
             )
     rest: dict[str, Tensor] = {}
-    skeleton = _split(state, name, rest)
+    skeleton = to_json(state, name, rest)
     described = {key: [_dtype_name(next(iter(tree.values()))), list(tree)] for key, tree in trees.items()}
     return {"rest": rest, "trees": trees}, {"state": skeleton, "trees": described}
 
@@ -76,7 +75,7 @@ def _of_this_rank(text: Tensor, name: str) -> Any:
         x.view(-1).view(torch.uint8).copy_(flat[: x.nbytes])
         return x
 
-    return _joined(skeleton, name, tensor)
+    return from_json(skeleton, name, tensor)
 
 
 def _dtype_name(x: Tensor) -> str:
@@ -126,7 +125,7 @@ def memory_for(notes: Any, name: str, params: Params, shapes: Mapping[str, Seque
         rest[path] = torch.empty(described["tensor"], dtype=getattr(torch, described["dtype"]), device="cpu")
         return rest[path]
 
-    _joined(notes["state"], name, make)
+    from_json(notes["state"], name, make)
     return {"rest": rest, "trees": trees}
 
 
@@ -138,7 +137,7 @@ def load_into(other: Any, name: str, notes: Any, tensors: Mapping[str, Any], par
     """
     if "each" in notes:
         return other.load_state_dict(_of_this_rank(tensors["each"].tensor, name))
-    state = _joined(notes["state"], name, lambda path, _: tensors["rest"][path])
+    state = from_json(notes["state"], name, lambda path, _: tensors["rest"][path])
     if isinstance(other, torch.optim.Optimizer):
         numbers = {leaf: number for number, leaf in names_of(other, params).items()}
         for key, tree in tensors["trees"].items():
@@ -152,42 +151,3 @@ def load_into(other: Any, name: str, notes: Any, tensors: Mapping[str, Any], par
         groups = [{**group, "params": order} for group, order in zip(saved, now, strict=True)]
         state = {"state": {numbers[leaf]: values for leaf, values in state["state"].items()}, "param_groups": groups}
     other.load_state_dict(state)
-
-
-def _split(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """The JSON part of a state; its tensors go into `tensors`, by their paths.
-
-    Raises:
-        TypeError: something that is neither a tensor, a number, a string nor a container of these.
-    """
-    if isinstance(state, Tensor):
-        if path in tensors:
-            raise TypeError(f"checkpoint: two values of a state have the path '{path}'; rename one")
-        tensors[path] = state
-        return {"tensor": list(state.shape), "dtype": _dtype_name(state)}
-    if isinstance(state, Mapping):
-        if odd := [key for key in state if not isinstance(key, _PLAIN)]:
-            raise TypeError(f"checkpoint: '{path}' has the key {odd[0]!r}; keys are numbers and strings")
-        items = [[key, _split(value, f"{path}.{key}", tensors)] for key, value in state.items()]
-        return {"counter" if isinstance(state, Counter) else "dict": items}
-    if isinstance(state, list | tuple):
-        items = [_split(value, f"{path}.{index}", tensors) for index, value in enumerate(state)]
-        return {"tuple": items} if isinstance(state, tuple) else items
-    if isinstance(state, _PLAIN):
-        return state
-    raise TypeError(f"checkpoint: '{path}' is a {type(state).__name__}, not a tensor, number, string or container")
-
-
-def _joined(part: Any, path: str, tensor: Callable[[str, Mapping[str, Any]], Tensor]) -> Any:
-    """The state of a JSON part, whose tensors are `tensor(path, what JSON says of it)`."""
-    if isinstance(part, list):
-        return [_joined(value, f"{path}.{index}", tensor) for index, value in enumerate(part)]
-    if not isinstance(part, dict):
-        return part
-    if "tensor" in part:
-        return tensor(path, part)
-    if "tuple" in part:
-        return tuple(_joined(part["tuple"], path, tensor))
-    items = part["counter"] if "counter" in part else part["dict"]
-    joined = {key: _joined(value, f"{path}.{key}", tensor) for key, value in items}
-    return Counter(joined) if "counter" in part else joined

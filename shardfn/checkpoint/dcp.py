@@ -1,0 +1,244 @@
+"""Our checkpoints behind `torch.distributed.checkpoint`, by one argument; and its directories, without running code.
+
+    dcp.save(state, storage_writer=sf.checkpoint.StorageWriter(path))
+    dcp.load(state, storage_reader=sf.checkpoint.StorageReader(path))
+
+Torch's planner decides who writes what: of a value that is another one on each rank it keeps one.
+"""
+
+import io
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItemType,
+)
+from torch.futures import Future
+
+from shardfn._torch import read_checkpoint_metadata
+from shardfn.checkpoint.commits import METADATA, commit_to, in_the_way
+from shardfn.checkpoint.hashed_files import HashingSink, TensorPieces, VerifiedReader
+from shardfn.checkpoint.leaves import SavedLeaf
+from shardfn.checkpoint.manifest import Manifest, from_json, is_checkpoint, read_manifest, to_json
+from shardfn.checkpoint.saves import Written, manifest_of
+from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage, owner, storage_of
+from shardfn.layout import narrowed
+from shardfn.notation import ShardError
+
+_NOTES = "torch.distributed.checkpoint"  # in notes: what is no tensor, and the paths of all names
+
+
+class StorageWriter(storage.StorageWriter):
+    """Writes a checkpoint of ours from `torch.distributed.checkpoint.save`: with hashes, and whole or not there.
+
+    >>> import tempfile, torch, shardfn as sf
+    >>> import torch.distributed.checkpoint as dcp
+    >>> mesh = sf.make_mesh("cpu", fsdp=1)  # which begins a process group
+    >>> path, state = tempfile.mkdtemp() + "/step-1", {"x": torch.ones(2), "lr": 0.1}
+    >>> _ = dcp.save(state, storage_writer=sf.checkpoint.StorageWriter(path))
+    >>> state = {"x": torch.zeros(2), "lr": 0.0}
+    >>> dcp.load(state, storage_reader=sf.checkpoint.StorageReader(path))
+    >>> state
+    {'x': tensor([1., 1.]), 'lr': 0.1}
+
+    Args:
+        path: as in `sf.checkpoint.save`; not a `LocalDirectory`.
+        overwrite: whether a checkpoint of that name is replaced.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | Storage, *, overwrite: bool = False) -> None:
+        self._place, self._overwrite = path if isinstance(path, Storage) else Path(path), overwrite
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path will do."""
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A path given to `dcp.save` counts."""
+        if checkpoint_id is not None:
+            self._place = Path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is to be set up."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """What this rank writes, as torch has planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The first rank makes a place for files."""
+        if problem := in_the_way(self._place, self._overwrite):
+            raise ShardError(f"StorageWriter: {problem}")
+        self._nonce = secrets.token_hex(8)
+        self._commit = commit_to(self._place, self._nonce, is_checkpoint(self._place), owner())
+        self._commit.begin()
+        files = (f"{self._nonce}_{rank}.distcp" for rank in range(len(plans)))
+        return [replace(x, storage_data=(self._commit.storage, file)) for x, file in zip(plans, files, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[storage.WriteResult]]:
+        """A file of this rank."""
+        place, name = plan.storage_data
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        written, places = None, []
+        if tensors:
+            with place.create(name) as file:
+                sink = HashingSink(file.write)
+                pieces = TensorPieces(sink)
+                for item in tensors:
+                    data: Any = item.tensor_data
+                    box = tuple(zip(data.chunk.offsets, data.chunk.sizes, strict=True))
+                    value: Any = planner.resolve_data(item)
+                    places.append((item.index.fqn, box, pieces.add(value)))
+                written = sink.hashed()
+        results = [storage.WriteResult(item.index, 0, (name, written, places, [])) for item in tensors[:1]]
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                pickled: Any = planner.resolve_data(item)
+                pickled.seek(0)
+                value = torch.load(pickled, weights_only=True)
+                tensors_in: dict[str, Tensor] = {}
+                results.append(storage.WriteResult(item.index, 0, to_json(value, item.index.fqn, tensors_in)))
+                if tensors_in:
+                    raise ShardError(f"StorageWriter: '{min(tensors_in)}' is a tensor in what is none")
+        done: Future[list[storage.WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[storage.WriteResult]]) -> None:
+        """The first rank makes it a checkpoint."""
+        known: dict[str, Any] = metadata.state_dict_metadata
+        everyone: list[Written] = [x.storage_data for rank in results for x in rank if _is_tensor(known[x.index.fqn])]
+        values = {x.index.fqn: x.storage_data for rank in results for x in rank if not _is_tensor(known[x.index.fqn])}
+        leaves = [SavedLeaf((n,), tuple(x.size), x.properties.dtype, "", []) for n, x in known.items() if _is_tensor(x)]
+        notes = {
+            _NOTES: {"values": values, "paths": {name: [*path] for name, path in (metadata.planner_data or {}).items()}}
+        }
+        self._commit.finish(*manifest_of(self._nonce, notes, leaves, everyone))
+
+
+class StorageReader(storage.StorageReader):
+    """Reads a checkpoint of ours for `torch.distributed.checkpoint.load`; see `StorageWriter`.
+
+    Args:
+        path: as in `sf.checkpoint.load`.
+    """
+
+    def __init__(self, path: AnyPlace) -> None:
+        self._storage = storage_of(path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path will do."""
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A path given to `dcp.load` counts."""
+        if checkpoint_id is not None:
+            self._storage = LocalDirectory(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What there is, in torch's words."""
+        self._manifest = read_manifest(self._storage)
+        noted = self._manifest.notes.get(_NOTES, {"values": {}, "paths": {}})
+        known: dict[str, Any] = {name: BytesStorageMetadata() for name in noted["values"]}
+        for name, leaf in self._manifest.leaves.items():
+            boxes = (tuple(zip(*part.box, strict=True)) or ((), ()) for part in leaf.parts)
+            chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in boxes]
+            known[name] = TensorStorageMetadata(TensorProperties(leaf.dtype), torch.Size(leaf.shape), chunks)
+        return Metadata(known, {name: tuple(noted["paths"].get(name, [name])) for name in known}, {})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is to be set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """What this rank reads, as torch has planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """What all ranks read."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read it, and compare it with the hashes of what was written."""
+        with closing(VerifiedReader(self._storage, self._manifest)) as reader:
+            for item in plan.items:
+                name = item.storage_index.fqn
+                if item.type == LoadItemType.BYTE_IO:
+                    value = io.BytesIO()
+                    torch.save(from_json(self._manifest.notes[_NOTES]["values"][name], name, _no_tensor), value)
+                    value.seek(0)
+                    planner.load_bytes(item, value)
+                    continue
+                offset = item.storage_index.offset or [0] * len(item.lengths)
+                starts = (a + b for a, b in zip(offset, item.storage_offsets, strict=True))
+                target = planner.resolve_tensor(item).detach()
+                reader.read_leaf(self._manifest.leaves[name], tuple(zip(starts, item.lengths, strict=True)), target)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _is_tensor(known: object) -> bool:
+    return isinstance(known, TensorStorageMetadata)
+
+
+def _no_tensor(path: str, _: Mapping[str, Any]) -> Any:
+    raise ShardError(f"StorageReader: '{path}' is a tensor in what is none")
+
+
+def values_in(manifest: Manifest) -> dict[str, Any]:
+    """What a `StorageWriter` has written that is no tensor, by names."""
+    noted = manifest.notes.get(_NOTES, {"values": {}})["values"]
+    return {name: from_json(value, name, _no_tensor) for name, value in noted.items()}
+
+
+def read_directory(directory: Path) -> Iterator[tuple[str, Any]]:
+    """(name, value) of all that is in a directory of torch.distributed.checkpoint; nothing it says is called.
+
+    Raises:
+        ShardError: it asks for more than tensors and plain values, or names a file elsewhere.
+    """
+    metadata = read_checkpoint_metadata((directory / METADATA).read_bytes())
+    for name, known in metadata.state_dict_metadata.items():
+        if not isinstance(known, TensorStorageMetadata):
+            yield name, _item(directory, metadata, name, None)
+            continue
+        whole = torch.empty(known.size, dtype=known.properties.dtype)
+        for chunk in known.chunks:
+            box = tuple(zip(chunk.offsets, chunk.sizes, strict=True))
+            narrowed(whole, box).copy_(_item(directory, metadata, name, chunk.offsets))
+        yield name, whole
+
+
+def _item(directory: Path, metadata: Any, name: str, offset: Any) -> Any:
+    where = next(x for index, x in metadata.storage_data.items() if index.fqn == name and index.offset == offset)
+    path = directory / where.relative_path
+    if path.parent != directory or path.is_symlink() or getattr(where, "transform_descriptors", None):
+        raise ShardError(
+            f"checkpoint: '{name}' is in '{where.relative_path}', which is not a plain file of '{directory}'"
+        )
+    with path.open("rb") as file:
+        file.seek(where.offset)
+        return torch.load(io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True)
