@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, serialization
 
+from shardfn._torch import bytes_of
 from shardfn.checkpoint.commits import METADATA, is_being_replaced, strangers
 from shardfn.checkpoint.manifest import BLOCK, Damaged, HashedFile, Manifest, StoredLeaf
 from shardfn.checkpoint.tensor_files import Reader, Stored, write_at
@@ -116,7 +117,7 @@ def hash_of(x: Tensor) -> str:
 
 
 def _bytes(x: Tensor) -> Any:
-    return x.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
+    return bytes_of(x.cpu()).numpy()
 
 
 class VerifiedReader(Reader):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import is_of_peers, part_of_rank, pytree, simulated
+from shardfn._torch import bytes_of, is_of_peers, part_of_rank, pytree, simulated
 from shardfn.comm.raw_collectives import gather_flat
 from shardfn.layout import Grid, Plan, axes_of, require_member
 from shardfn.notation import ShardError
@@ -212,7 +212,7 @@ def _fingerprint(batch: Any) -> int:
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and not leaf.is_meta and not isinstance(leaf, DTensor):
             hasher.update(repr((tuple(leaf.shape), leaf.dtype)).encode())
-            hasher.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            hasher.update(bytes_of(leaf.cpu()).numpy().tobytes())
         elif isinstance(leaf, bool | int | float | str | None):
             hasher.update(repr(leaf).encode())
     return int.from_bytes(hasher.digest(), "little")
