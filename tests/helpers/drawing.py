@@ -9,7 +9,7 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -224,6 +224,14 @@ def cases(draw: st.DrawFn, layouts: int = 1, dtypes: Sequence[str] = DTYPES) -> 
     chosen = tuple(draw(layouts_for(shapes, ranks)) for _ in range(layouts))
     flags = [draw(st.booleans()) for _ in range(4)]
     return Case(draw(st.integers(0, 10**6)), shapes, kinds, chosen, *flags)
+
+
+@st.composite
+def moves(draw: st.DrawFn, dtypes: Sequence[str] = DTYPES) -> tuple[Case, Case]:
+    """The same tensors twice, in other layouts on as many ranks as ever."""
+    before = draw(cases(dtypes=dtypes))
+    after = draw(layouts_for(before.shapes, draw(st.sampled_from([1, 2, 3, 4]))))
+    return before, replace(before, layouts=(after,), strided=draw(st.booleans()))
 
 
 # Running
