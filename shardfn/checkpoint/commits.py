@@ -50,7 +50,7 @@ class Commit:
         """Make it a checkpoint."""
         if not self._replaces:
             _write(self.place / METADATA, metadata)
-            _write(self.place / NAME, manifest.text().encode())
+            _write(self.place / NAME, manifest.text().encode(errors="surrogatepass"))
             _sync(self.place)
             try:
                 self.place.rename(self._target)
@@ -62,7 +62,7 @@ class Commit:
             return
         old = read_manifest(self.place)
         written = self.place / f"{self._nonce}.json"
-        _write(written, manifest.text().encode())
+        _write(written, manifest.text().encode(errors="surrogatepass"))
         _sync(self.place)
         written.replace(self.place / NAME)
         self._undone = False

@@ -148,7 +148,7 @@ def _exchange(mesh: DeviceMesh, value: Any, gather: Callable[[list[Any], dist.Pr
 
 def digest(lines: Sequence[str]) -> int:
     """A hash of lines of text that is the same on all ranks."""
-    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).digest()[:7], "little")
 
 
 def _lines(plan: Plan) -> list[str]:
