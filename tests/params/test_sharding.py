@@ -776,3 +776,18 @@ def test_hooks_from_before_are_refused_and_run_from_after(mesh: DeviceMesh, regi
     assert len(seen) == 1
     with torch.no_grad(), pytest.raises(sf.ShardError, match=r"'weight' has hooks .* only loss\.backward"):
         sf.grad(lambda params: sf.apply(model, params, torch.ones(1, 4)).sum())(trainer.params)
+
+
+def reshard_elsewhere_on_the_first_rank(rules: Mapping[str, str]) -> None:
+    first = dist.get_rank() == 0
+    params = sf.shard({"w": torch.arange(8.0).view(4, 2)}, make_mesh(fsdp=2), sf.Policy())
+    sf.reshard(params, sf.Policy(rules=rules) if first else sf.Policy(default="replicate"))
+
+
+def test_ranks_that_go_to_other_layouts() -> None:
+    """Not only the one whose layout does not fit hears of it; of layouts that do, one would take the other's bytes."""
+    table = [
+        (({"w": "a b c"},), sf.ShardError, r"the rule has 3 dims, the tensor has 2"),
+        (({"w": "a b@fsdp"},), sf.ShardError, r"reshard: ranks have different models or policies: .*b@fsdp"),
+    ]
+    assert_all_raise(reshard_elsewhere_on_the_first_rank, table, ranks=2)
