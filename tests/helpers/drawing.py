@@ -268,7 +268,7 @@ class Turn:
     """What one law of several has of a drawn case; its number is the same for all of them."""
 
     number: int
-    case: Case
+    case: Any
 
     @property
     def ranks(self) -> int:
