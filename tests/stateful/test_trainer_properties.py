@@ -85,10 +85,15 @@ class Model:
         return max(self.there.keys() - self.damaged, default=None)
 
 
+def trees_of(trainer: sf.Trainer) -> list[sf.Params]:
+    state, average = trainer.optimizer_state, trainer.ema
+    assert average is not None
+    return [trainer.params, state.mu, state.nu, average]
+
+
 def filled(trainer: sf.Trainer, number: int) -> None:
     """Every number of its parameters, of its optimizer and of its average is the same."""
-    state = trainer.optimizer_state
-    for tree in (trainer.params, state.mu, state.nu, trainer.ema):
+    for tree in trees_of(trainer):
         for leaf in tree.values():
             with torch.no_grad():
                 leaf.fill_(number)
@@ -96,9 +101,7 @@ def filled(trainer: sf.Trainer, number: int) -> None:
 
 def number_of(trainer: sf.Trainer) -> int:
     """It; none but one."""
-    state = trainer.optimizer_state
-    trees = (trainer.params, state.mu, state.nu, trainer.ema)
-    found = {x for tree in trees for value in sf.gather(tree).values() for x in value.flatten().tolist()}
+    found = {x for tree in trees_of(trainer) for value in sf.gather(tree).values() for x in value.flatten().tolist()}
     assert len(found) == 1, found
     return int(found.pop())
 
