@@ -15,6 +15,7 @@ The owner is a process, by its host, its number and when it began.
 import errno
 import hashlib
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from shardfn.notation import ShardError
 
 METADATA = ".metadata"  # for torch.distributed.checkpoint; never read here
 _WRITING, _REMOVING = ".writing-", ".removing-"
+_OF_SAVE = re.compile(r"([0-9a-f]{16})(_\d+\.distcp|\.json|\.metadata)")
 
 
 class Commit:
@@ -33,7 +35,7 @@ class Commit:
 
     def __init__(self, target: Path, nonce: str, replaces: bool, owner: str) -> None:
         self._target, self._nonce, self._replaces, self._owner = target, nonce, replaces, owner
-        self._undone = True
+        self._undone, self._old = True, ""
         self.place = target if replaces else target.parent / f"{_WRITING}{target.name}-{nonce}-{owner}"
 
     def begin(self) -> None:
@@ -42,7 +44,8 @@ class Commit:
         _collect(self._target.parent)
         if self._replaces:
             _collect_in(self._target)
-            self._marker(read_manifest(self._target).nonce).touch(exist_ok=False)
+            self._old = read_manifest(self._target).nonce
+            self._marker.touch(exist_ok=False)
         else:
             self.place.mkdir()
 
@@ -60,19 +63,18 @@ class Commit:
                 raise ShardError(f"checkpoint.save: another save has made '{self._target}' meanwhile") from error
             _sync(self._target.parent)
             return
-        old = read_manifest(self.place)
         written = self.place / f"{self._nonce}.json"
+        _write(self.place / f"{self._nonce}{METADATA}", metadata)
         _write(written, manifest.text().encode(errors="surrogatepass"))
         _sync(self.place)
+        if not self._marker.exists() or read_manifest(self.place).nonce != self._old:
+            raise ShardError(f"checkpoint.save: another save, or removal, has replaced '{self._target}' meanwhile")
         written.replace(self.place / NAME)
         self._undone = False
-        _sync(self.place)
-        for_torch = self.place / f"{self._nonce}{METADATA}"
-        _write(for_torch, metadata)
-        for_torch.replace(self.place / METADATA)
-        _remove(self.place, old.nonce)
-        self._marker(old.nonce).unlink()
-        _sync(self.place)
+        with suppress(FileNotFoundError):  # another save or removal may come in between, and do the rest
+            _sync(self.place)
+            _end_replacement(self._marker)
+            _sync(self.place)
 
     def abandon(self) -> None:
         """Take away what was written, unless it is the checkpoint by now."""
@@ -83,8 +85,9 @@ class Commit:
             for marker in self.place.glob(f"{_WRITING}*-{self._nonce}-*"):
                 marker.unlink()
 
-    def _marker(self, replaced: str) -> Path:
-        return self.place / f"{_WRITING}{replaced}-{self._nonce}-{self._owner}"
+    @property
+    def _marker(self) -> Path:
+        return self.place / f"{_WRITING}{self._old}-{self._nonce}-{self._owner}"
 
 
 def in_the_way(target: Path, overwrite: bool) -> str:
@@ -159,11 +162,28 @@ def _collect(directory: Path) -> None:
 
 def _collect_in(directory: Path) -> None:
     """Take away what dead saves have left that wanted to replace a checkpoint, or have."""
-    nonce = read_manifest(directory).nonce
-    for old, new, marker in _markers(directory):
+    for _, _, marker in _markers(directory):
         if _is_dead(marker):
-            _remove(directory, old if new == nonce else new)
-            marker.unlink(missing_ok=True)
+            _end_replacement(marker)
+
+
+def _end_replacement(marker: Path) -> None:
+    """Leave nothing of a save that has replaced a checkpoint, or wanted to, but what is there by now.
+
+    Nor of one that ended between its last look at what was there and its manifest. Files are listed before it is read
+    which checkpoint is there: those of a later save are not among them.
+    """
+    directory, (old, new, _) = marker.parent, marker.name.removeprefix(_WRITING).split("-")
+    files = [*directory.iterdir()]
+    others = {each for *nonces, other in _markers(directory) if other != marker for each in nonces}
+    nonce = read_manifest(directory).nonce
+    kept = (others - {old}) | {nonce}  # what was replaced may have ended, but for its file for torch
+    for file in files:
+        if (whose := _OF_SAVE.fullmatch(file.name)) and whose[1] not in kept:
+            file.unlink(missing_ok=True)
+    if new == nonce and (for_torch := directory / f"{new}{METADATA}").exists():
+        for_torch.replace(directory / METADATA)
+    marker.unlink(missing_ok=True)
 
 
 def _remove(directory: Path, nonce: str) -> None:

@@ -22,7 +22,7 @@ import shardfn as sf
 from shardfn.checkpoint import directories
 
 SHARE, LENGTH = 0.1, 12  # of the usual number of examples; steps of each
-STEPS, LATE = st.integers(1, 4), 40  # a save is over before so many operations on files
+STEPS, LATE = st.integers(1, 3), 24  # a save is over before so many operations on files
 OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir")
 WENT_WELL, REFUSED, NO_FILE, BROKE = 0, 3, 4, 5  # how a job ends
 
@@ -219,6 +219,29 @@ def _count_operations(below: Path, after: int, with_signal: int) -> None:
                 os.kill(os.getpid(), with_signal)
 
     sys.addaudithook(count)
+
+
+@pytest.mark.parametrize("between", ["save", "prune", "both"])
+def test_a_save_that_stops_anywhere_while_others_replace_or_remove_its_checkpoint(between: str) -> None:
+    """It goes on and is the last, or refuses; what is there is whole, and the next save leaves nothing else."""
+    stopped = 0
+    for after in range(LATE):
+        jobs = Directory()
+        for step in (1, 2):
+            jobs.save(step=step, overwrite=False)
+        jobs.save_and_stop(step=1, overwrite=True, after=after)
+        stopped += len(jobs.jobs)
+        if between in ("prune", "both"):
+            jobs.prune(keep=1, every=None)
+        if between in ("save", "both"):
+            jobs.save(step=1, overwrite=True)
+        if jobs.jobs:
+            jobs.go_on(which=0, dies=False)
+        jobs.what_is_there_is_whole()
+        jobs.save(step=1, overwrite=True)
+        jobs.what_is_there_is_whole()
+        jobs.teardown()
+    assert stopped > 10
 
 
 @pytest.mark.law("P10")
