@@ -21,6 +21,7 @@ from drawing import (
     Turn,
     assert_same_bits,
     assert_same_tree,
+    fewer_everyday,
     hold_for_all,
     hold_in_turn,
     mesh_of,
@@ -73,7 +74,7 @@ def load_a_case(path: str, turn: Turn) -> None:
 
 @pytest.mark.law("P5")
 def test_drawn_trees_go_to_another_mesh(tmp_path: Path) -> None:
-    hold_in_turn([partial(law, str(tmp_path)) for law in (save_a_case, load_a_case)], moves())
+    hold_in_turn([partial(law, str(tmp_path)) for law in (save_a_case, load_a_case)], moves(), fewer_everyday(0.3))
     shutil.rmtree(tmp_path)
 
 
@@ -124,7 +125,7 @@ def load_a_trainer(path: str, turn: Turn) -> None:
 @pytest.mark.law("P5")
 def test_drawn_trainers_go_to_another_mesh(tmp_path: Path) -> None:
     laws = [partial(law, str(tmp_path)) for law in (save_a_trainer, load_a_trainer)]
-    hold_in_turn(laws, moves(dtypes=(*FLOATS, *INTS)))
+    hold_in_turn(laws, moves(dtypes=(*FLOATS, *INTS)), fewer_everyday(0.2))
     shutil.rmtree(tmp_path)
 
 

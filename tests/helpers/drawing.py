@@ -241,6 +241,14 @@ def moves(draw: st.DrawFn, dtypes: Sequence[str] = DTYPES) -> tuple[Case, Case]:
 EXAMPLES = Counter[str]()
 
 
+FEW = 50  # examples of a property in `make test`
+
+
+def fewer_everyday(share: float) -> float:
+    """A share of the examples in `make test`, and else all: of a property whose cases take long."""
+    return share if settings().max_examples <= FEW else 1.0
+
+
 def hold_for_all(
     law: Callable[[Any], None], strategy: st.SearchStrategy[Any], share: float = 1.0, batch: int = 125
 ) -> None:
