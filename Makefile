@@ -1,6 +1,7 @@
 # Every target sets itself up: a virtual environment in .venv, with the packages that this target needs, once.
 PYTHON ?= python3
 RANKS ?= 4
+EXAMPLES ?= 2000
 ARGS ?=
 
 PY := .venv/bin/python
@@ -8,10 +9,10 @@ TORCHRUN := OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --loca
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips must not share one .venv
-.PHONY: help train test test-all bench docs check clean
+.PHONY: help train test test-all properties bench docs check clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: .venv/.with-progress,plot ## train the language model: RANKS=4 ARGS="--mesh fsdp=4" (ARGS=--help lists all)
 	$(TORCHRUN) --nproc-per-node $(RANKS) examples/train_lm.py $(ARGS)
@@ -21,6 +22,9 @@ test: .venv/.with-test ## run the everyday tests, by two workers: ARGS="-k plan"
 
 test-all: .venv/.with-test ## run what `make test` leaves out, which takes longer
 	$(PY) -m pytest --numprocesses 2 --dist worksteal -m "(slow or property) and not rest" $(ARGS)
+
+properties: .venv/.with-test ## run each property of the core on 2,000 drawn examples, 25 minutes: EXAMPLES=20000
+	$(PY) -m pytest --numprocesses 2 --dist worksteal -m law --examples $(EXAMPLES) $(ARGS)
 
 bench: .venv/.with-progress,plot ## run every benchmark, 20 minutes: ARGS=--quick, ARGS="--only step host"
 	$(PY) examples/benchmarks/run.py $(ARGS)

@@ -4,7 +4,8 @@
 ranks on all but one mesh for each case. `@pytest.mark.everyday(n)` keeps n cases of any test, also in such a file.
 `make test-all` is what is slow, and every property (`hypothesis`, `hold_for_all`) with ten times the examples. Of a
 test marked `one_mesh` each case runs on one of its meshes, of one marked `sample(n)` n cases; the others are marked
-`rest`, and run when no marks are asked for. `-m "not slow and not ranks"` needs no process group.
+`rest`, and run when no marks are asked for. `-m "not slow and not ranks"` needs no process group. `make properties` is
+what is marked `law`, with the number of examples that `--examples` says, and prints how many each has had.
 """
 
 import os
@@ -28,12 +29,19 @@ SLOW = frozenset(
 )
 # What begins ranks, or a process group of this one process; and what draws many examples.
 STARTS = {"run", "run_raises", "on_meshes", "make_mesh", "init_device_mesh", "init_process_group", "subprocess"}
-DRAWS = {"hold_for_all"}
+DRAWS = {"hold_for_all", "hold_in_turn", "hold_here", "run_state_machine_as_test"}
+MANY, PATIENCE = 1000, 1800  # so many examples of a property may take so many seconds
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How many examples of each property."""
+    parser.addoption("--examples", type=int, help="of each property; 50 by default, 500 in make test-all")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Few examples of each property every day."""
-    settings.register_profile("tier", max_examples=500 if "property" in (config.option.markexpr or "") else 50)
+    few = 500 if "property" in (config.option.markexpr or "") else 50
+    settings.register_profile("tier", max_examples=config.getoption("examples") or few)
     settings.load_profile("tier")
 
 
@@ -55,6 +63,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             kept = draw.sample(chosen, min(few.args[0], len(chosen)))
         else:
             kept = _one_mesh_each(chosen, draw) if "ranks" in marks else chosen
+        if "property" in marks and settings().max_examples >= MANY:
+            for item in cases:
+                item.add_marker(pytest.mark.timeout(PATIENCE))
         for item in cases:
             for mark in marks + ["slow"] * (item not in kept) + ["rest"] * (item not in chosen):
                 item.add_marker(mark)
@@ -112,14 +123,41 @@ def _not_marked(*args: object, **kwargs: object) -> None:
     raise AssertionError("this test starts ranks, or a process group, by a name that tests/conftest.py does not know")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Note how many examples a law has had."""
+    from drawing import EXAMPLES
+
+    EXAMPLES.clear()
+    law = item.get_closest_marker("law")
+    try:
+        yield
+    finally:
+        if law is not None:
+            item.user_properties.append(("law", f"{law.args[0]:4}{item.name:60}{EXAMPLES['ran']:6} examples"))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Of the tables of compatible classes, how many rows are served, refused and missing."""
+    """Examples of the laws; of the tables of compatible classes, how many rows are served, refused and missing."""
+    if terminalreporter.config.getoption("examples"):
+        _write_laws(terminalreporter)
     reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
     rows = [value for report in reports for key, value in report.user_properties if key == "rows"]
     if rows:
         terminalreporter.section("rows of the tables")
     for value in rows:
         terminalreporter.write_line(str(value))
+
+
+def _write_laws(terminalreporter: pytest.TerminalReporter) -> None:
+    """A line for each property: how many examples it has had, whether it holds, and how long that took."""
+    reports = [(x, y) for x in ("passed", "failed") for y in terminalreporter.getreports(x)]
+    lines = [
+        (v, x, y.duration) for x, y in reports for key, v in y.user_properties if key == "law" and y.when == "call"
+    ]
+    terminalreporter.section("properties")
+    for law, outcome, seconds in sorted(lines, key=lambda line: (int(str(line[0]).split()[0][1:]), line)):
+        terminalreporter.write_line(f"{law} {outcome} {seconds:6.0f} s")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,6 +37,15 @@ def unwrap_local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def bytes_of(x: Tensor) -> Tensor:
+    """The bytes of a tensor's numbers, row after row: its memory, where it has them so.
+
+    `contiguous()` leaves one number with a stride of 2 as it is, which `view(torch.uint8)` refuses (torch 2.13).
+    """
+    x = x.detach().resolve_conj().resolve_neg().contiguous()
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
 # Mesh, placements, global shape and dtype of a DTensor.
 spec_of: Callable[[Any], DTensorSpec] = attrgetter("_spec")
 

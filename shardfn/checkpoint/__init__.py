@@ -12,7 +12,7 @@ from shardfn.checkpoint import directories, saves
 from shardfn.checkpoint.background import Saving
 from shardfn.checkpoint.dcp import StorageReader, StorageWriter
 from shardfn.checkpoint.directories import latest, load, notes, verify
-from shardfn.checkpoint.hashed_files import bytes_of, hash_of
+from shardfn.checkpoint.hashed_files import hash_of
 from shardfn.checkpoint.leaves import OfFirst, PerRank, of_rank
 from shardfn.checkpoint.manifest import Damaged, from_json, is_checkpoint, to_json
 from shardfn.checkpoint.safetensors import load_safetensors, save_safetensors

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shardfn import _torch
 from shardfn.checkpoint import block_writer
-from shardfn.checkpoint.hashed_files import HashingSink, plain_bytes
+from shardfn.checkpoint.hashed_files import HashingSink
 from shardfn.checkpoint.manifest import HashedFile
 from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage
 from shardfn.comm import outcome_of, raise_failure
@@ -123,7 +123,7 @@ class StagingSink:
 
     def write_numbers(self, x: Tensor) -> None:
         """Those of a tensor; one of a GPU is there after `staged`."""
-        numbers = plain_bytes(x)
+        numbers = _torch.bytes_of(x)
         self._memory[self.size : self.size + len(numbers)].copy_(numbers, non_blocking=True)
         self.size += len(numbers)
 

@@ -13,6 +13,7 @@ The owner is a process, by its host, its number and when it began.
 """
 
 import errno
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,6 +27,7 @@ from shardfn.notation import ShardError
 
 METADATA = ".metadata"  # for torch.distributed.checkpoint; never read here
 _WRITING, _REMOVING, _NONE = ".writing-", ".removing-", "none"
+_OF_SAVE = re.compile(r"([0-9a-f]{16})(_\d+\.distcp|\.metadata)")
 
 
 class RenamedDirectory:
@@ -46,7 +48,7 @@ class RenamedDirectory:
     def finish(self, manifest: Manifest, metadata: bytes) -> None:
         """Make it a checkpoint."""
         self.storage.put(METADATA, metadata)
-        self.storage.put(NAME, manifest.text().encode())
+        self.storage.put(NAME, manifest.text().encode(errors="surrogatepass"))
         try:
             self.storage.path.rename(self._target)
         except OSError as error:
@@ -65,35 +67,40 @@ class ReplacedManifest:
 
     def __init__(self, storage: Storage, nonce: str, owner: str, of_each_rank: bool = False) -> None:
         self.storage, self._nonce, self._owner, self.of_each_rank = storage, nonce, owner, of_each_rank
-        self._marker = ""
+        self._save: _Save | None = None
 
     def begin(self) -> None:
         """Say what is about to be replaced."""
-        old = _nonce_in(self.storage)
-        for save in _saves(self.storage):
+        for save in [*_saves(self.storage)]:
             if is_dead(save.owner):
-                _remove(self.storage, save.old if save.new == old else save.new)
-                _remove(self.storage, save.marker)
+                _end_replacement(self.storage, save)
         for name in self.storage.names():
             if name.startswith(NEW) and is_dead(name.removeprefix(NEW)):
                 _remove(self.storage, name)
-        self._marker = f"{_WRITING}{old}-{self._nonce}-{self._owner}"
-        self.storage.put(self._marker, b"")
+        old = _nonce_in(self.storage)
+        marker = f"{_WRITING}{old}-{self._nonce}-{self._owner}"
+        self.storage.put(marker, b"")
+        self._save = _Save(old, self._nonce, self._owner, marker)
 
     def finish(self, manifest: Manifest, metadata: bytes) -> None:
         """Make it the checkpoint."""
-        old = _nonce_in(self.storage)
-        self.storage.put(NAME, manifest.text().encode())
-        self.storage.put(METADATA, metadata)
-        _remove(self.storage, old)
-        _remove(self.storage, self._marker)
+        assert self._save is not None, "it has begun"
+        self.storage.put(f"{self._nonce}{METADATA}", metadata)
+        if not has(self.storage, self._save.marker) or _nonce_in(self.storage) != self._save.old:
+            where = (
+                f"'{self.storage.path}'" if isinstance(self.storage, LocalDirectory) else f"what is in {self.storage}"
+            )
+            raise ShardError(f"checkpoint.save: another save, or removal, has replaced {where} meanwhile")
+        self.storage.put(NAME, manifest.text().encode(errors="surrogatepass"))
+        with suppress(FileNotFoundError):  # another save or removal may come in between, and do the rest
+            _end_replacement(self.storage, self._save)
 
     def abandon(self) -> None:
         """Take away what was written, unless it is the checkpoint by now."""
         if _nonce_in(self.storage) != self._nonce:
             _remove(self.storage, self._nonce)
-            if self._marker:
-                _remove(self.storage, self._marker)
+            if self._save is not None:
+                _remove(self.storage, self._save.marker)
 
 
 Commit = RenamedDirectory | ReplacedManifest
@@ -176,6 +183,29 @@ def _collect(directory: Path) -> None:
     for place in directory.glob(f"{_WRITING}*"):
         if is_dead(place.name.rpartition("-")[2]):
             shutil.rmtree(place, ignore_errors=True)
+
+
+def _end_replacement(storage: Storage, save: _Save) -> None:
+    """Leave nothing of a save that has replaced a checkpoint, or wanted to, but what is there by now.
+
+    Nor of one that ended between its last look at what was there and its manifest. Files are listed before it is read
+    which checkpoint is there: those of a later save are not among them.
+    """
+    names = [*storage.names()]
+    others = {nonce for x in _saves(storage) if x.marker != save.marker for nonce in (x.old, x.new)}
+    nonce = _nonce_in(storage)
+    for_torch = f"{nonce}{METADATA}"
+    with suppress(FileNotFoundError):
+        data = bytearray(storage.size(for_torch))
+        storage.read(for_torch, memoryview(data), 0)
+        storage.put(METADATA, data)
+        storage.remove(for_torch)
+    kept = (others - {save.old}) | {nonce}  # what was replaced may have ended, but for its file for torch
+    for name in names:
+        if (whose := _OF_SAVE.fullmatch(name)) and whose[1] not in kept:
+            with suppress(FileNotFoundError):
+                storage.remove(name)
+    _remove(storage, save.marker)
 
 
 def _remove(storage: Storage, prefix: str) -> None:

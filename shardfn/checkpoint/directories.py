@@ -5,7 +5,7 @@ load    the manifest  ->  compared with what is wanted  ->  each rank reads its 
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn._torch import pytree
 from shardfn.checkpoint.commits import remove
 from shardfn.checkpoint.hashed_files import VerifiedReader
-from shardfn.checkpoint.leaves import is_leaf, name_of, of_rank, restored, values_of, wanted_by
+from shardfn.checkpoint.leaves import is_leaf, name_of, of_each_rank, of_rank, restored, values_of, wanted_by
 from shardfn.checkpoint.manifest import Manifest, StoredLeaf, is_checkpoint, read_manifest
 from shardfn.checkpoint.saves import mesh_of, require_one_path, settle, together
 from shardfn.checkpoint.storages import AnyPlace, Storage, storage_of
@@ -71,9 +71,10 @@ def load(
     with together(mesh, "checkpoint.load"):
         manifest = read_manifest(storage)
         wanted = wanted_by(like)
-        skipped = [name for name, value in values_of(like).items() if value is ...]
-        _require_same(str(path), manifest, wanted, (missing, unexpected, cast), whole, skipped)
-    facts = [f"'{name}' {shape} {dtype}" for name, (shape, dtype) in wanted.items() if name != of_rank(_base(name))]
+        skipped, each = [name for name, value in values_of(like).items() if value is ...], of_each_rank(like)
+        _require_same(str(path), manifest, wanted, (missing, unexpected, cast), whole, skipped, each)
+    own = {of_rank(name) for name in each}
+    facts = [f"'{name}' {shape} {dtype}" for name, (shape, dtype) in wanted.items() if name not in own]
     if mesh is not None:
         agree_on(mesh, "checkpoint.load", [f"the checkpoint of save {manifest.nonce}", *facts])
     with together(mesh, "checkpoint.load"), closing(VerifiedReader(storage, manifest)) as reader:
@@ -130,8 +131,12 @@ def _require_same(
     how: tuple[str, str, bool],
     whole: Sequence[str],
     skipped: Sequence[str],
+    each: Set[str],
 ) -> None:
-    """What is wanted is there with its shape and dtype, and nothing else is, as far as that is asked for."""
+    """What is wanted is there with its shape and dtype, and nothing else is, as far as that is asked for.
+
+    `each`: the names of what each rank has one of.
+    """
     missing, unexpected, cast = how
     problems: list[str] = []
     for name, (shape, dtype) in wanted.items():
@@ -141,7 +146,6 @@ def _require_same(
             problems.append(f"'{name}' is not in it{hint}")
         elif have and not (have.shape == shape and (have.dtype == dtype or (cast and _rounds(have, dtype)))):
             problems.append(f"'{name}' is {have.shape} {have.dtype}, wanted {shape} {dtype}")
-    each = {_base(name) for name in wanted if name == of_rank(_base(name))}  # of which each rank has one
     ranks = Counter(map(_base, manifest.leaves))
     here = dist.get_world_size() if dist.is_initialized() else 1
     problems += [f"'{x}' of each rank is of {ranks[x]} ranks, and {here} are here" for x in each if ranks[x] != here]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, serialization
 
+from shardfn._torch import bytes_of
 from shardfn.checkpoint.block_writer import BLOCK, BlockHasher
 from shardfn.checkpoint.commits import METADATA, is_being_replaced, strangers
 from shardfn.checkpoint.manifest import Damaged, HashedFile, Manifest, StoredLeaf
@@ -105,7 +106,7 @@ class HashingSink(BlockHasher):
 
     def write_numbers(self, x: Tensor) -> None:
         """Those of a tensor, row after row."""
-        self.write(bytes_of(x).numpy())
+        self.write(bytes_of(x.cpu()).numpy())
 
     def hashed(self) -> HashedFile:
         """What the file has."""
@@ -121,17 +122,7 @@ def hashed(data: bytes) -> HashedFile:
 
 def hash_of(x: Tensor) -> str:
     """The SHA-256 of the numbers of a tensor."""
-    return hashlib.sha256(bytes_of(x).numpy().data).hexdigest()
-
-
-def bytes_of(x: Tensor) -> Tensor:
-    """The numbers of a tensor in host memory, row after row."""
-    return plain_bytes(x.detach().cpu())
-
-
-def plain_bytes(x: Tensor) -> Tensor:
-    """The numbers of a tensor where it is."""
-    return x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(bytes_of(x.cpu()).numpy().data).hexdigest()
 
 
 class VerifiedReader(Reader):

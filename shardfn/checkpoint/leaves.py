@@ -106,7 +106,7 @@ def to_save(tree: Any) -> list[SavedLeaf]:
             leaves.append(SavedLeaf((name,), tuple(value.shape), value.dtype, "DTensor", parts))
         elif value is not ...:
             plain = value.tensor if isinstance(value, _DECLARED) else value
-            plain = plain.detach() if isinstance(plain, Tensor) else torch.tensor(plain, dtype=_dtype_of(plain))
+            plain = plain.detach() if isinstance(plain, Tensor) else _number(name, plain)
             each = isinstance(value, PerRank)
             parts = [(tuple((0, n) for n in plain.shape), plain)] if each or is_first() else []
             kind = EACH if each else "of the first rank" if isinstance(value, OfFirst) else _described(value)
@@ -146,25 +146,44 @@ def values_of(tree: Any) -> dict[str, Any]:
         ShardError: two have one name.
     """
     values: dict[str, Any] = {}
+    known = set[str]()
     for path, value in pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+        if value is None:
+            continue
         name = name_of(path)
-        if not isinstance(value, Params | OfFirst | PerRank | Tensor | int | float | EllipsisType | None):
+        if not isinstance(value, Params | OfFirst | PerRank | Tensor | int | float | EllipsisType):
             kind = type(value).__name__
             raise TypeError(f"checkpoint: '{name}' is a {kind}; write save(path, tree), of tensors and numbers")
-        if name in values:
-            raise ShardError(f"checkpoint: two leaves of the tree have the name '{name}'")
+        names = {name}
+        if isinstance(value, Params):  # under an empty key its parameters are beside the other leaves
+            names = {each for names, _ in _parameters(name, value) for each in names}
+        if name in values or known & names:
+            twice = name if name in values else min(known & names)
+            raise ShardError(f"checkpoint: two leaves of the tree have the name '{twice}'")
+        known |= names
         values[name] = value
-    return {name: value for name, value in values.items() if value is not None}
+    return values
 
 
 def name_of(path: Sequence[Any]) -> str:
-    """The name of a leaf: the keys on the way to it, with dots between; a dot in a key is `~1`, a tilde `~0`."""
-    return ".".join(path_name((key,)).replace("~", "~0").replace(".", "~1") for key in path)
+    """The name of a leaf: the keys on the way to it, with dots between; in a key, `~` is `~0`, a dot `~1`, `@` `~2`."""
+    return ".".join(path_name((key,)).replace("~", "~0").replace(".", "~1").replace("@", "~2") for key in path)
+
+
+def of_each_rank(tree: Any) -> set[str]:
+    """The names of what each rank has one of."""
+    return {name for name, value in values_of(tree).items() if isinstance(value, PerRank)}
 
 
 def _described(value: Any) -> str:
     same = f"values {hash_of(value)}" if isinstance(value, Tensor) else value
     return f"the same on all ranks: {same}"
+
+
+def _number(name: str, number: float) -> Tensor:
+    if isinstance(number, int) and not -(2**63) <= number < 2**63:
+        raise ShardError(f"checkpoint: '{name}' is {number}, which does not fit into 64 bits; save it in notes=")
+    return torch.tensor(number, dtype=_dtype_of(number))
 
 
 def _dtype_of(number: float) -> torch.dtype:

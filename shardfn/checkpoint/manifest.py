@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint.block_writer import BLOCK
-from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage, file_of, has, storage_of
+from shardfn.checkpoint.storages import AnyPlace, Storage, file_of, has, storage_of
 from shardfn.layout import Box
 from shardfn.notation import ShardError
 
@@ -105,8 +105,7 @@ def read_manifest(storage: Storage) -> Manifest:
         storage.read(NAME, memoryview(text), 0)
         read = json.loads(text)
     except (FileNotFoundError, NotADirectoryError) as error:
-        where = f"'{storage.path}'" if isinstance(storage, LocalDirectory) else storage
-        raise FileNotFoundError(f"checkpoint: no checkpoint in {where} (no {NAME})") from error
+        raise FileNotFoundError(f"checkpoint: no checkpoint in {storage} (no {NAME})") from error
     except (ValueError, RecursionError) as error:
         raise Damaged(f"checkpoint: {file} is damaged: {str(error)[:100]}") from error
     try:

@@ -16,7 +16,7 @@ from shardfn.layout import Axes, Box, Grid, Layout, Leaf, local_boxes, narrowed,
 
 def is_written_here(name: str, splits: Sequence[str], sizes: Axes, coords: Axes) -> bool:
     """Whether this rank writes what all ranks have that are elsewhere along other axes than `splits` only."""
-    number = zlib.crc32(name.encode())
+    number = zlib.crc32(name.encode(errors="surrogatepass"))
     for axis, size in sizes.items():
         if axis not in splits:
             number, place = divmod(number, size)

@@ -64,7 +64,7 @@ class LocalDirectory:
         >>> import tempfile, torch, shardfn as sf
         >>> mine = sf.checkpoint.LocalDirectory(tempfile.mkdtemp())
         >>> sf.checkpoint.save(mine, {"x": torch.ones(2)})
-        LocalDirectory(...)
+        '...'
         >>> sf.checkpoint.load(mine, {"x": torch.empty(2)})
         {'x': tensor([1., 1.])}
 
@@ -76,7 +76,7 @@ class LocalDirectory:
         self.path = Path(path)
 
     def __repr__(self) -> str:
-        return f"LocalDirectory('{self.path}')"
+        return f"'{self.path}'"
 
     def __fspath__(self) -> str:
         return str(self.path)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn._torch import bytes_of
 from shardfn.checkpoint.block_writer import pread, write_at
 from shardfn.layout import Box, blocks, narrowed
 from shardfn.notation import ShardError
@@ -69,7 +70,7 @@ class Reader:
         in_one = prod(size[: _rows(size, stored.shape)]) == 1
         if in_one and out.device.type == "cpu" and out.dtype == stored.dtype and out.is_contiguous() and out.numel():
             ((start, _),) = _segments(stored.shape, first, size, stored.dtype.itemsize)
-            return self._pread(stored.file, out.view(-1).view(torch.uint8).numpy().data, stored.start + start)
+            return self._pread(stored.file, bytes_of(out).numpy().data, stored.start + start)
         for block in blocks(out.shape, BLOCK_BYTES // stored.dtype.itemsize, stored.shape):
             first = tuple(start + at for (start, _), (at, _) in zip(box, block, strict=True))
             narrowed(out, block).copy_(self._value(stored, first, tuple(n for _, n in block)))
@@ -293,8 +294,8 @@ class TensorWriter:
         stored, item = self._places[name], value.element_size()
         descriptor = self._descriptors[stored.file.name]
         for block in blocks(value.shape, BLOCK_BYTES // item):
-            part = narrowed(value, block).contiguous()
-            data, at = part.view(-1).view(torch.uint8).numpy().data, 0
+            part = narrowed(value, block)
+            data, at = bytes_of(part).numpy().data, 0
             first = [begin + within for (begin, _), (within, _) in zip(box, block, strict=True)]
             for there, length in _segments(stored.shape, first, part.shape, item):
                 write_at(descriptor, data[at : at + length], stored.start + there)

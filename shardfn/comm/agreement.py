@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import is_of_peers, part_of_rank, pytree, simulated
+from shardfn._torch import bytes_of, is_of_peers, part_of_rank, pytree, simulated
 from shardfn.comm.raw_collectives import gather_flat
 from shardfn.layout import Grid, Plan, axes_of, require_member
 from shardfn.notation import ShardError
@@ -162,7 +162,7 @@ def _exchange(mesh: DeviceMesh, value: Any, gather: Callable[[list[Any], dist.Pr
 
 def digest(lines: Sequence[str]) -> int:
     """A hash of lines of text that is the same on all ranks."""
-    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).digest()[:7], "little")
 
 
 def _lines(plan: Plan) -> list[str]:
@@ -226,7 +226,7 @@ def _fingerprint(batch: Any) -> int:
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and not leaf.is_meta and not isinstance(leaf, DTensor):
             hasher.update(repr((tuple(leaf.shape), leaf.dtype)).encode())
-            hasher.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            hasher.update(bytes_of(leaf.cpu()).numpy().tobytes())
         elif isinstance(leaf, bool | int | float | str | None):
             hasher.update(repr(leaf).encode())
     return int.from_bytes(hasher.digest(), "little")

@@ -43,7 +43,7 @@ def gather_flat(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     if _torch.has_no_memory():
         return _torch.waited(_torch.gathering(shard, group))
     full = shard.new_empty(shard.numel() * group.size())  # [W*n]
-    _torch.all_gather_single(full.view(torch.uint8), shard.view(torch.uint8), group=group)
+    _torch.all_gather_single(full.view(torch.uint8), _torch.bytes_of(shard), group=group)
     return full
 
 
@@ -62,8 +62,8 @@ def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.detach().contiguous()  # [W*n]
     if _torch.has_no_memory():
         return _torch.waited(_torch.exchanging(x, group))
-    received = torch.empty_like(x)
-    _torch.all_to_all_single(received.view(torch.uint8), x.view(torch.uint8), group=group)
+    received = x.new_empty(x.shape)
+    _torch.all_to_all_single(received.view(torch.uint8), _torch.bytes_of(x), group=group)
     return received
 
 

@@ -134,6 +134,8 @@ class Policy:
             value = getattr(self, name)
             if not isinstance(value, Mapping):
                 raise TypeError(f"Policy({name}=...) takes a mapping, not {type(value).__name__}")
+            if name not in ("rules", "acts"):  # of which more is said below
+                _names(f"Policy({name}={value!r})", value)
             object.__setattr__(self, name, dict(value))
         for name, pattern, rule in ((n, *pair) for n in ("rules", "acts") for pair in getattr(self, n).items()):
             if not isinstance(pattern, str) or not isinstance(rule, str):
@@ -144,8 +146,10 @@ class Policy:
                 call = f"Policy(local_sizes={{{pattern!r}: {given!r}}})"
                 example = "local_sizes={'attn': {'heads': 'heads@tp'}}"
                 raise TypeError(f"{call}: attributes and factors are needed, as in {example}")
-        object.__setattr__(self, "batch", (self.batch,) if isinstance(self.batch, str) else tuple(self.batch))
-        object.__setattr__(self, "ignore", (self.ignore,) if isinstance(self.ignore, str) else tuple(self.ignore))
+        for name in ("batch", "ignore"):
+            object.__setattr__(self, name, _names(f"Policy({name}={getattr(self, name)!r})", getattr(self, name)))
+        for name, axes in self.axes.items():
+            _names(f"Policy(axes={{{name!r}: {axes!r}}})", axes)
         for pattern, function in self.compute.items():
             require_forward(f"Policy(compute={{{pattern!r}: ...}})", function)
         given = self.units if isinstance(self.units, Iterable) else [self.units]
@@ -161,8 +165,8 @@ class Policy:
             raise ValueError(f"Policy(offload={self.offload!r}): None or 'cpu'")
         object.__setattr__(self, "regather", _checked_regather(self.regather))
         for name, key, value in ((n, *pair) for n in ("sizes", "pad") for pair in getattr(self, n).items()):
-            if not isinstance(value, int) or isinstance(value, bool) or value < (name == "pad"):
-                raise ValueError(f"Policy({name}={{{key!r}: {value!r}}}): a whole number is needed")
+            _check_whole(f"Policy({name}={{{key!r}: {value!r}}})", value, least=int(name == "pad"))
+        _check_whole(f"Policy(min_size={self.min_size!r})", self.min_size, least=0)
         if isinstance(self.compile, bool):
             return
         if not isinstance(self.compile, Mapping):
@@ -208,6 +212,20 @@ def unit_settings(settings: object, unit: object) -> dict[str, Any]:
     _check_dtypes(settings)
     checked = {"regather": _checked_regather(settings["regather"])} if "regather" in settings else {}
     return {**settings, **checked}
+
+
+def _names(call: str, given: object) -> tuple[str, ...]:
+    """One name, or several."""
+    names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    known = tuple(name for name in names if isinstance(name, str))
+    if len(known) < len(names):
+        raise TypeError(f"{call}: names are needed, which are strings")
+    return known
+
+
+def _check_whole(call: str, number: object, least: int) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise ValueError(f"{call}: a whole number is needed")
 
 
 def _check_dtypes(settings: Mapping[str, Any]) -> None:

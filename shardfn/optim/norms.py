@@ -193,6 +193,7 @@ def _square_sum(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if _torch.in_transform() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return _products(tensors, tensors, dtype)
     real = [torch.view_as_real(x) if x.is_complex() else x for x in tensors if x.numel()]
+    real = [x if x.itemsize > 1 else x.to(dtype) for x in real]  # torch (2.13) has no norm of float8
     if not real:
         return torch.zeros((), dtype=dtype)
     return torch.stack(list(_torch.foreach("norm")(real, 2, dtype=dtype))).square().sum()

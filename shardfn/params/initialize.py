@@ -185,8 +185,8 @@ def sampled(tensor: Tensor) -> str:
     digests = []
     for values in _torch.values_of(tensor.detach()):
         flat = values.reshape(-1)
-        some = flat[:: max(1, flat.numel() // 64)].cpu().contiguous()
-        digests.append(hashlib.blake2b(some.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest())
+        some = _torch.bytes_of(flat[:: max(1, flat.numel() // 64)].cpu())
+        digests.append(hashlib.blake2b(some.numpy().tobytes(), digest_size=6).hexdigest())
     if len(set(digests)) > 1:
         raise ShardError(f"shard: simulated ranks have different values of a tensor of shape {tuple(tensor.shape)}")
     return digests[0]

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import innermost_value, unwrap_local, wrap_local
-from shardfn.comm import collectives, empty_shards, in_layout, leaf_spec
+from shardfn._torch import has_no_memory, innermost_value, unwrap_local, wrap_local
+from shardfn.comm import agree, collectives, empty_shards, in_layout, leaf_spec
 from shardfn.layout import Layout, Plan, Policy, axes_of, compute_view, decide, grid_of, is_batch_axis, replace_units
 from shardfn.notation import ShardError, Spec, parse, unknown_axes
 from shardfn.params.initialize import NewTree
@@ -45,8 +45,8 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
     Raises:
         ShardError: the layout does not fit, or the meshes have other ranks; a tree that belongs to a transform.
 
-    Communication: parameters whose layout changes are gathered in buckets of at most 64 MiB and cut again; in a
-    backward so are their gradients.
+    Communication: one small exchange; parameters whose layout changes are gathered in buckets of at most 64 MiB and cut
+    again; in a backward so are their gradients.
     """
     if isinstance(to, str):
         return _relayout(x, to, mesh)
@@ -56,13 +56,7 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
     if isinstance(to, DeviceMesh):
         to, mesh = tree.plan.policy, to
     mesh = mesh if mesh is not None else tree.mesh
-    plan = _target_plan(tree, to, mesh)
-    if mesh is not tree.mesh:
-        a, b = (sorted(each.mesh.flatten().tolist()) for each in (tree.mesh, mesh))
-        if a != b:
-            raise ShardError(f"reshard: the meshes have other ranks: {a} and {b}; save and load a checkpoint instead")
-    for name, leaf in tree.items():
-        require_reduced("reshard", name, leaf)
+    plan = _agreed_plan(tree, to, mesh)
     plan = plan.with_reduction(tree.plan.reduction or "mean")
     layouts = (plan.layouts[old.name] for old in selected_layouts(tree, None))
     before = _Stored(tuple(tree), tree.plan, tree.mesh)
@@ -135,6 +129,26 @@ def _moved(tree: Params, plan: Plan, mesh: DeviceMesh) -> Params:
     for layout, wholes in gather_groups(tree, changed, MAX_BUCKET_BYTES):
         moved.cut(plan.layouts[layout.name], compute_view(layout, wholes))
     return moved.wrapped()
+
+
+def _agreed_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:
+    """The plan that all ranks go to; ranks with other ones would wait for each other, or take each other's bytes."""
+    try:
+        plan: Plan | Exception = _target_plan(tree, to, mesh)
+        if mesh is not tree.mesh:
+            a, b = (sorted(each.mesh.flatten().tolist()) for each in (tree.mesh, mesh))
+            if a != b:
+                instead = "save and load a checkpoint instead"
+                raise ShardError(f"reshard: the meshes have other ranks: {a} and {b}; {instead}")
+        for name, leaf in tree.items():
+            require_reduced("reshard", name, leaf)
+    except Exception as error:  # the other ranks must hear of it before it is raised
+        plan = error
+    if not has_no_memory():
+        agree(tree.mesh, plan, [f"the tree from {tree.plan.digest}", f"to ranks {mesh.mesh.tolist()}"], "reshard")
+    if isinstance(plan, Exception):
+        raise plan
+    return plan
 
 
 def _target_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import pytree
-from shardfn.checkpoint import PerRank, bytes_of, from_json, hash_of, of_rank, to_json
+from shardfn._torch import bytes_of, pytree
+from shardfn.checkpoint import PerRank, from_json, hash_of, of_rank, to_json
 from shardfn.comm import digest
 from shardfn.notation import ShardError
 from shardfn.params import Params, map_local
@@ -60,7 +60,7 @@ def digest_of(tensors: Mapping[str, Any], notes: Any) -> int:
 
 def of_each_rank(tensors: Mapping[str, Any], notes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `to_save` gave, as that of this rank alone: text, since other ranks may have other tensors."""
-    rest = {path: base64.b64encode(bytes_of(x).numpy().data).decode() for path, x in tensors["rest"].items()}
+    rest = {path: base64.b64encode(bytes_of(x.cpu()).numpy().data).decode() for path, x in tensors["rest"].items()}
     text = json.dumps([notes["state"], rest]).encode()
     return {"each": PerRank(torch.frombuffer(bytearray(text), dtype=torch.uint8))}, {"each": True}
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import address_of, base_of, holds_data, pytree
+from shardfn._torch import address_of, base_of, bytes_of, holds_data, pytree
 from shardfn.trace.meta_values import MetaValues
 from shardfn.trace.paired_sizes import Paired, local_of, of_side
 
@@ -61,8 +61,7 @@ class ValueNumbers:
         held = self.values.of(local_of(x))
         if held is None or not holds_data(held) or held.numel() > _MOST:
             return self._number("unknown", len(self._known))
-        plain = held.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
-        return self._number("held", held.dtype, tuple(held.shape), hash(plain.view(torch.uint8).numpy().tobytes()))
+        return self._number("held", held.dtype, tuple(held.shape), hash(bytes_of(held.cpu()).numpy().tobytes()))
 
     def name(self, x: Tensor, *words: Hashable) -> None:
         """Say what a value is."""

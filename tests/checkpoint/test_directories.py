@@ -396,3 +396,27 @@ def test_the_command_line_lists_and_verifies(tmp_path: Path, capsys: pytest.Capt
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert main(["verify", str(tmp_path)]) == 1 and main(["ls", str(tmp_path / "nowhere")]) == 1
     assert "mine" in capsys.readouterr().err
+
+
+def _save_and_load_names(path: str) -> None:
+    """Keys that look like those of `PerRank`, and keys that no file can be called by."""
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    mine = sf.checkpoint.PerRank(torch.tensor(dist.get_rank()))
+    params = sf.shard({"w@1": torch.arange(4), "\ud800": torch.ones(2)}, mesh, sf.Policy())
+    tree = {"x@0": 5, "x": mine, "x@1": torch.ones(2), "\ud800": 6, "p": params}
+    like = {**tree, "x@0": 0, "x@1": torch.zeros(2), "\ud800": 0}
+    loaded = sf.checkpoint.load(sf.checkpoint.save(f"{path}/step-1", tree, mesh), like, mesh)
+    assert loaded["x"].tensor == dist.get_rank() and loaded["x@0"] == 5 and loaded["\ud800"] == 6
+    assert loaded["x@1"].tolist() == [1, 1] and sf.gather(loaded["p"])["w@1"].tolist() == [0, 1, 2, 3]
+
+
+def test_names_of_any_characters(tmp_path: Path) -> None:
+    run(_save_and_load_names, str(tmp_path), ranks=2)
+
+
+def test_what_has_no_name_of_its_own_or_no_room(tmp_path: Path) -> None:
+    """Parameters of a tree under an empty key stand beside other leaves; a file has 64 bits for a number."""
+    with pytest.raises(sf.ShardError, match=r"two leaves of the tree have the name 'bias'"):
+        sf.checkpoint.save(tmp_path / "a", {"": _one(), "bias": torch.ones(2)})
+    with pytest.raises(sf.ShardError, match=r"'n' is 9223372036854775808, which does not fit into 64 bits"):
+        sf.checkpoint.save(tmp_path / "a", {"n": 2**63})

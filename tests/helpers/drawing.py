@@ -7,8 +7,9 @@ so that names agree over a model by construction.
 import math
 import re
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -26,8 +27,10 @@ from shardfn.layout.policy import BATCH_AXES
 from shardfn.testing import run
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+COMPLEX = ("complex64", "complex128")
 INTS = ("uint8", "int8", "int16", "int32", "int64")
-DTYPES = (*FLOATS, *INTS, "bool", "float8_e4m3fn", "float8_e5m2")
+OTHERS = ("bool", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+DTYPES = (*FLOATS, *COMPLEX, *INTS, *OTHERS)
 MESHES: dict[int, tuple[tuple[tuple[str, int], ...], ...]] = {
     1: ((("fsdp", 1),), (("tp", 1),), (("fsdp", 1), ("tp", 1))),
     2: ((("fsdp", 2),), (("tp", 2),), (("fsdp", 2), ("tp", 1)), (("dp", 1), ("tp", 2)), (("replicate", 2),)),
@@ -85,6 +88,8 @@ class Case:
     layouts: tuple[Layouts, ...]
     module: bool
     tied: bool
+    strided: bool = False  # no tensor of more than one element is contiguous
+    trains: bool = True
 
     @property
     def ranks(self) -> int:
@@ -98,7 +103,8 @@ class Case:
             dtype = getattr(torch, name)
             count = math.prod(shape) * dtype.itemsize
             data = torch.randint(0, 2 if name == "bool" else 256, (count,), dtype=torch.uint8, generator=generator)
-            out[f"t{i}"] = data.view(dtype).reshape(shape)
+            whole = data.view(dtype).reshape(shape)
+            out[f"t{i}"] = _odd_view(whole) if self.strided else whole
         return out
 
     def whole_numbers(self, seed: int) -> dict[str, Tensor]:
@@ -111,15 +117,23 @@ class Case:
     def model(self) -> nn.Module | dict[str, Tensor]:
         """A module with a tied parameter, or a mapping."""
         tensors = self.tensors()
+        trained = {name for name, x in tensors.items() if self.trains and (x.is_floating_point() or x.is_complex())}
         if not self.module:
-            return tensors
+            return {name: x.requires_grad_(name in trained) for name, x in tensors.items()}
         model = nn.Module()
         for name, tensor in tensors.items():
-            model.register_parameter(name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
+            model.register_parameter(name, nn.Parameter(tensor, requires_grad=name in trained))
         if self.tied:
             model.register_module("child", nn.Module())
             model.get_submodule("child").register_parameter("again", model.get_parameter("t0"))
         return model
+
+
+def _odd_view(whole: Tensor) -> Tensor:
+    """The same numbers as every second one of a transposed tensor, which is conjugated if it is complex."""
+    memory = torch.empty((*reversed(whole.shape), 2), dtype=whole.dtype)
+    view = memory[..., 0].permute(tuple(reversed(range(whole.dim()))))
+    return view.copy_(whole.conj()).conj() if whole.is_complex() else view.copy_(whole)
 
 
 def whole_forward(*args: object) -> None:
@@ -208,18 +222,83 @@ def cases(draw: st.DrawFn, layouts: int = 1, dtypes: Sequence[str] = DTYPES) -> 
     shapes = tuple(tuple(draw(st.integers(0, 9)) for _ in range(ndim)) for ndim in ndims)
     kinds = tuple(draw(st.sampled_from(list(dtypes))) for _ in range(count))
     chosen = tuple(draw(layouts_for(shapes, ranks)) for _ in range(layouts))
-    return Case(draw(st.integers(0, 10**6)), shapes, kinds, chosen, draw(st.booleans()), draw(st.booleans()))
+    flags = [draw(st.booleans()) for _ in range(4)]
+    return Case(draw(st.integers(0, 10**6)), shapes, kinds, chosen, *flags)
+
+
+@st.composite
+def moves(draw: st.DrawFn, dtypes: Sequence[str] = DTYPES) -> tuple[Case, Case]:
+    """The same tensors twice, in other layouts on as many ranks as ever."""
+    before = draw(cases(dtypes=dtypes))
+    after = draw(layouts_for(before.shapes, draw(st.sampled_from([1, 2, 3, 4]))))
+    return before, replace(before, layouts=(after,), strided=draw(st.booleans()))
 
 
 # Running
+
+
+# How many examples the test that runs has had; tests/conftest.py begins at zero, and prints it.
+EXAMPLES = Counter[str]()
+
+
+FEW = 50  # examples of a property in `make test`
+
+
+def fewer_everyday(share: float) -> float:
+    """A share of the examples in `make test`, and else all: of a property whose cases take long."""
+    return share if settings().max_examples <= FEW else 1.0
 
 
 def hold_for_all(
     law: Callable[[Any], None], strategy: st.SearchStrategy[Any], share: float = 1.0, batch: int = 125
 ) -> None:
     """Check `law` on every rank for a share of the usual number of cases; the smallest that fails is reported."""
-    examples = int(share * settings().max_examples)
-    drawn: dict[Case, None] = {}
+    cases_ = drawn_from(strategy, share)
+    for start in range(0, len(cases_), batch):
+        hold_on_ranks(law, cases_[start : start + batch])
+        EXAMPLES["ran"] += len(cases_[start : start + batch])
+
+
+def hold_in_turn(
+    laws: Sequence[Callable[[Any], None]], strategy: st.SearchStrategy[Any], share: float = 1.0, batch: int = 125
+) -> None:
+    """Check one law after the other, each on ranks of its own: a drawn case has one `Turn` for each, in `turns`."""
+    cases_ = drawn_from(strategy, share)
+    for start in range(0, len(cases_), batch):
+        numbered = [*enumerate(cases_[start : start + batch], start)]
+        for at, law in enumerate(laws):
+            hold_on_ranks(law, [Turn(number, each[at]) for number, each in numbered])
+        EXAMPLES["ran"] += len(numbered)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one law of several has of a drawn case; its number is the same for all of them."""
+
+    number: int
+    case: Any
+
+    @property
+    def ranks(self) -> int:
+        return self.case.ranks
+
+
+def hold_here(law: Callable[[Any], None], strategy: st.SearchStrategy[Any], share: float = 1.0) -> None:
+    """Check `law` in this process, without ranks; the smallest case that fails is reported."""
+
+    @settings(PROPERTY, max_examples=max(1, int(share * settings().max_examples)))
+    @given(strategy)
+    def hold(case: Any) -> None:
+        law(case)
+        EXAMPLES["ran"] += 1
+
+    hold()
+
+
+def drawn_from(strategy: st.SearchStrategy[Any], share: float) -> list[Any]:
+    """A share of the usual number of cases, no two of them the same."""
+    examples = max(1, int(share * settings().max_examples))
+    drawn: dict[Any, None] = {}
 
     @settings(
         max_examples=3 * examples,
@@ -230,21 +309,25 @@ def hold_for_all(
         suppress_health_check=ANY_COST,
     )
     @given(strategy)
-    def collect(case: Case) -> None:
+    def collect(case: Any) -> None:
         if len(drawn) < examples:
             drawn[case] = None
 
     collect()
     assert len(drawn) == examples, f"only {len(drawn)} different cases were drawn"
-    for ranks in sorted({case.ranks for case in drawn}):
-        mine = [case for case in drawn if case.ranks == ranks]
-        for start in range(0, len(mine), batch):
-            failures = run(failures_on_a_rank, law, mine[start : start + batch], ranks=ranks, timeout=120)
-            failed = [(len(repr(case)), repr(case), text) for found in failures for case, text in found]
-            assert not failed, f"{len(failed)} failures, the smallest for\n{min(failed)[1]}\n{min(failed)[2]}"
+    return list(drawn)
 
 
-def failures_on_a_rank(law: Callable[[Case], None], batch: Sequence[Case]) -> list[tuple[Case, str]]:
+def hold_on_ranks(law: Callable[[Any], None], mine: Sequence[Any]) -> None:
+    """Check `law` for some cases, on as many ranks as each asks for."""
+    for ranks in sorted({case.ranks for case in mine}):
+        alike = [case for case in mine if case.ranks == ranks]
+        failures = run(failures_on_a_rank, law, alike, ranks=ranks, timeout=120)
+        failed = [(len(repr(case)), repr(case), text) for found in failures for case, text in found]
+        assert not failed, f"{len(failed)} failures, the smallest for\n{min(failed)[1]}\n{min(failed)[2]}"
+
+
+def failures_on_a_rank(law: Callable[[Any], None], batch: Sequence[Any]) -> list[tuple[Any, str]]:
     found = []
     for case in batch:
         try:
@@ -300,7 +383,8 @@ def as_dtensor(tensor: Tensor) -> DTensor:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def assert_same_tree(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
 from itertools import product
 
+import pytest
 import torch
-from drawing import DTYPES, PROPERTY, Case, assert_same_bits, cases
+from drawing import DTYPES, PROPERTY, Case, assert_same_bits, cases, hold_here
 from hypothesis import given
 from torch import Tensor
 
@@ -13,7 +14,9 @@ from shardfn.layout.layout import (
     compute_view,
     compute_view_shape,
     from_compute_view,
+    local_boxes,
     local_slice,
+    narrowed,
     runs,
     to_leaves,
 )
@@ -70,6 +73,30 @@ def assert_parts(plan: sf.Plan, name: str, wholes: list[Tensor], coords: dict[st
 @given(cases(dtypes=("int64", "int64", *DTYPES)))
 def test_leaves_and_views_are_inverse(case: Case) -> None:
     assert_arithmetic(case)
+
+
+def boxes_are_disjoint_and_cover(case: Case) -> None:
+    """Every number of a tensor is in one box of one leaf of each rank that differs in other axes, and has its place."""
+    layouts = case.layouts[0]
+    plan = sf.plan(case.tensors(), sf.MeshSpec(**dict(layouts.axes)), layouts.policy())
+    for layout in plan.layouts.values():
+        numbered = torch.arange(layout.numel).view(layout.shape)
+        covered = torch.zeros(layout.shape, dtype=torch.int64)
+        for leaf, whole in zip(layout.leaves, to_leaves(layout, numbered), strict=True):
+            for coords in all_coordinates(plan):
+                part = local_slice(leaf, whole, plan.axes, coords)
+                merged = part.reshape(leaf.merged(part.shape))
+                first_of_its_kind = all(coords[axis] == 0 for axis in plan.axes if axis not in leaf.axes)
+                for box, here in local_boxes(layout, leaf, plan.axes, coords):
+                    assert narrowed(numbered, box).equal(narrowed(merged, here)), (layout.name, coords, box, here)
+                    assert narrowed(numbered, box).numel(), "an empty box"
+                    narrowed(covered, box).add_(int(first_of_its_kind))
+        assert (covered == 1).all(), (layout.name, covered)
+
+
+@pytest.mark.law("P2")
+def test_boxes_are_disjoint_and_cover() -> None:
+    hold_here(boxes_are_disjoint_and_cover, cases())
 
 
 def test_the_leaves_of_a_fused_weight() -> None:

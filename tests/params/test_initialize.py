@@ -1,12 +1,15 @@
 """Meta tensors filled one module at a time: the values on every mesh, what is whole meanwhile, and what is refused."""
 
 import gc
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from drawing import assert_all_raise, assert_same_bits
+from drawing import FLOATS, INTS, Case, Turn, assert_all_raise, assert_same_bits, hold_in_turn, moves
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -71,6 +74,56 @@ def test_values_do_not_depend_on_the_mesh() -> None:
     assert not torch.equal(want["layers.0.weight"], want["layers.1.weight"]), "every module has a seed of its own"
     other = run(values_on_a_rank, 6, fsdp=1, tp=1, ranks=1)[0]
     assert not torch.equal(other["layers.0.weight"], want["layers.0.weight"]), "which comes from torch's"
+
+
+class Parts(nn.Module):
+    """The tensors of a case, in two modules of which the second has the first one's first weight, too."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.parts = nn.ModuleList(Part() for _ in range(2))
+        for i, (shape, dtype) in enumerate(zip(case.shapes, case.dtypes, strict=True)):
+            value = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            self.parts[i % 2].register_parameter(f"t{i}", nn.Parameter(value, requires_grad=dtype in FLOATS))
+        if case.tied:
+            self.parts[1].register_parameter("again", self.parts[0].get_parameter("t0"))
+
+    def policy(self) -> sf.Policy:
+        policy = self.case.layouts[0].policy()
+        return replace(policy, rules={f"parts.{int(name[1:]) % 2}.{name}": x for name, x in policy.rules.items()})
+
+
+class Part(nn.Module):
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters(recurse=False):
+            with torch.no_grad():
+                parameter.copy_(torch.rand(parameter.shape) * 100)
+
+
+def initial_values(turn: Turn) -> dict[str, Tensor]:
+    model, mesh = Parts(turn.case), turn.case.layouts[0].mesh()
+    torch.manual_seed(turn.case.seed + dist.get_rank())
+    return sf.gather(sf.shard(model, mesh, model.policy(), init=reset))
+
+
+def values_are_kept(folder: str, turn: Turn) -> None:
+    full = initial_values(turn)
+    if dist.get_rank() == 0:
+        torch.save(full, f"{folder}/{turn.number}")
+
+
+def values_are_the_same_on_another_mesh(folder: str, turn: Turn) -> None:
+    want, full = torch.load(f"{folder}/{turn.number}"), initial_values(turn)
+    assert full.keys() == want.keys()
+    for name, value in full.items():
+        assert_same_bits(value, want[name], name)
+
+
+@pytest.mark.law("P8")
+def test_drawn_models_begin_alike_on_every_mesh(tmp_path: Path) -> None:
+    each = (values_are_kept, values_are_the_same_on_another_mesh)
+    hold_in_turn([partial(law, str(tmp_path)) for law in each], moves(dtypes=(*FLOATS, *INTS)))
 
 
 def whole_tensors() -> list[Tensor]:

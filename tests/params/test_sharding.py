@@ -3,12 +3,14 @@
 import copy
 import pickle
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 from drawing import (
+    COMPLEX,
     FLOATS,
     INTS,
     Case,
@@ -28,6 +30,7 @@ import shardfn as sf
 from shardfn._torch import unwrap_local, wrap_local
 from shardfn.comm import buckets
 from shardfn.comm.buckets import leaf_spec
+from shardfn.comm.raw_collectives import gather_flat
 from shardfn.layout.layout import compute_view, local_slice, to_leaves
 from shardfn.layout.mesh import Grid, grid_of
 from shardfn.layout.policy import BATCH_AXES
@@ -45,6 +48,7 @@ def gather_undoes_shard(case: Case) -> None:
         assert_same_bits(full[name], tensor, name)
 
 
+@pytest.mark.law("P1")
 def test_gather_undoes_shard() -> None:
     hold_for_all(gather_undoes_shard, cases())
 
@@ -55,8 +59,10 @@ def reshard_equals_shard(case: Case) -> None:
     there = sf.reshard(params, second.policy(), second.mesh())
     assert_same_tree(there, sf.shard(model, second.mesh(), second.policy()))
     assert_same_tree(sf.reshard(there, third.policy(), third.mesh()), sf.shard(model, third.mesh(), third.policy()))
+    assert_same_tree(sf.reshard(there, params.plan, params.mesh), params)
 
 
+@pytest.mark.law("P3")
 def test_reshard_equals_shard() -> None:
     hold_for_all(reshard_equals_shard, cases(layouts=3))
 
@@ -114,7 +120,7 @@ def reduce_grads_adds_once(case: Case) -> None:
     layouts = case.layouts[0]
     params = sf.shard(case.whole_numbers(99), layouts.mesh(), layouts.policy())
     places = grid_of(params.mesh, params.plan.roles.storage)
-    exact = all(dtype in FLOATS for dtype in case.dtypes)
+    exact = all(dtype in (*FLOATS, *COMPLEX) for dtype in case.dtypes)
     for op in ("mean", "sum") if exact else ("sum",):
         want = sf.shard(reduced_full(case, params.plan, op), layouts.mesh(), layouts.policy())
         for typed in (False, True) if params.plan.roles.data else (False,):  # without data axes nothing is ever pending
@@ -125,8 +131,9 @@ def reduce_grads_adds_once(case: Case) -> None:
             assert all(again[name] is leaf for name, leaf in grads.items()) and list(again) == list(grads)
 
 
+@pytest.mark.law("P4")
 def test_reduce_grads_adds_once() -> None:
-    hold_for_all(reduce_grads_adds_once, cases(dtypes=(*FLOATS, *INTS)))
+    hold_for_all(reduce_grads_adds_once, cases(dtypes=(*FLOATS, *COMPLEX, *INTS)))
 
 
 def gather_is_differentiable(case: Case) -> None:
@@ -144,6 +151,7 @@ def gather_is_differentiable(case: Case) -> None:
     assert_same_tree(grads, want)
 
 
+@pytest.mark.law("P4")
 def test_gather_is_differentiable() -> None:
     hold_for_all(gather_is_differentiable, cases(dtypes=FLOATS))
 
@@ -266,6 +274,22 @@ def src_of_every_dtype_on_a_rank() -> None:
 
 def test_src_sends_every_dtype() -> None:
     run(src_of_every_dtype_on_a_rank, ranks=2)
+
+
+def one_number_with_a_stride_on_a_rank(path: str) -> None:
+    mesh = make_mesh(fsdp=2)
+    for name in ("float32", "complex64"):
+        column = torch.arange(2).to(getattr(torch, name)).view(1, 2)[:, 1].conj()
+        assert_same_bits(sf.gather(sf.shard({"a": column}, mesh, sf.Policy()))["a"], column)
+        assert gather_flat(column, mesh.get_group("fsdp")).tolist() == [1, 1]
+        sf.checkpoint.save(f"{path}/{name}", {"a": column}, mesh)
+        loaded = sf.checkpoint.load(f"{path}/{name}", {"a": torch.zeros(1, 2, dtype=column.dtype)[:, 0]}, mesh)
+        assert loaded["a"].tolist() == [1]
+
+
+def test_one_number_with_a_stride(tmp_path: Path) -> None:
+    """What torch calls contiguous, and does not view as bytes; nor does it a number that is conjugated."""
+    run(one_number_with_a_stride_on_a_rank, str(tmp_path), ranks=2)
 
 
 # Bad input, on every rank
@@ -752,3 +776,18 @@ def test_hooks_from_before_are_refused_and_run_from_after(mesh: DeviceMesh, regi
     assert len(seen) == 1
     with torch.no_grad(), pytest.raises(sf.ShardError, match=r"'weight' has hooks .* only loss\.backward"):
         sf.grad(lambda params: sf.apply(model, params, torch.ones(1, 4)).sum())(trainer.params)
+
+
+def reshard_elsewhere_on_the_first_rank(rules: Mapping[str, str]) -> None:
+    first = dist.get_rank() == 0
+    params = sf.shard({"w": torch.arange(8.0).view(4, 2)}, make_mesh(fsdp=2), sf.Policy())
+    sf.reshard(params, sf.Policy(rules=rules) if first else sf.Policy(default="replicate"))
+
+
+def test_ranks_that_go_to_other_layouts() -> None:
+    """Not only the one whose layout does not fit hears of it; of layouts that do, one would take the other's bytes."""
+    table = [
+        (({"w": "a b c"},), sf.ShardError, r"the rule has 3 dims, the tensor has 2"),
+        (({"w": "a b@fsdp"},), sf.ShardError, r"reshard: ranks have different models or policies: .*b@fsdp"),
+    ]
+    assert_all_raise(reshard_elsewhere_on_the_first_rank, table, ranks=2)
