@@ -18,7 +18,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardfn.checkpoint.manifest import NAME, Manifest, read_manifest
@@ -171,8 +171,18 @@ def _remove(directory: Path, nonce: str) -> None:
         file.unlink(missing_ok=True)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error of the system within says which file it is about, and how much is free: the disk may be full."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(error.errno, f"{error.strerror} ({free} bytes are free)", str(path)) from error
+
+
 def _write(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
+    with naming(path), path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

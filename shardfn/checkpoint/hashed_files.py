@@ -6,7 +6,6 @@ of its numbers are is noted: shardfn reads these alone, and nothing is ever unpi
 
 import hashlib
 import os
-import shutil
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, serialization
 
-from shardfn.checkpoint.commits import METADATA, is_being_replaced, strangers
+from shardfn.checkpoint.commits import METADATA, is_being_replaced, naming, strangers
 from shardfn.checkpoint.manifest import BLOCK, Damaged, HashedFile, Manifest, StoredLeaf
 from shardfn.checkpoint.tensor_files import Reader, Stored, write_at
 from shardfn.layout import Box, narrowed
@@ -44,6 +43,7 @@ class HashingWriter:
         self._flushed.set_result(None)
         self._names: list[bytes] = []  # what has been written last, if it may be the name of a part
         self._at: int | None = None
+        self._problem: OSError | None = None
 
     def add(self, x: Tensor) -> Piece:
         """Write a tensor of this rank."""
@@ -55,6 +55,10 @@ class HashingWriter:
         try:
             own = torch.from_numpy(numbers).view(x.dtype).view(x.shape) if len(numbers) else torch.empty_like(x.cpu())
             torch.save(own, sink)  # whose storage is no larger
+        except RuntimeError:
+            if self._problem is None:
+                raise
+            raise self._problem from None  # instead of what torch's writer says when it is closed too early
         finally:
             serialization.set_crc32_options(crc)
         if self._at is None:
@@ -68,10 +72,11 @@ class HashingWriter:
             self._at = self._size
         self._names = [*self._names[-1:], view.tobytes() if len(view) == len(_NUMBERS) else b""]
         try:
-            write_at(self._descriptor, view, self._size)
+            with naming(self._path):
+                write_at(self._descriptor, view, self._size)
         except OSError as error:
-            free = shutil.disk_usage(self._path.parent).free
-            raise OSError(error.errno, f"{error.strerror} ({free} bytes are free)", str(self._path)) from error
+            self._problem = error
+            raise
         while len(view):
             part = view[: BLOCK - self._size % BLOCK]
             self._hasher.update(part)
@@ -94,8 +99,9 @@ class HashingWriter:
         """Have it on the disk."""
         if self._size % BLOCK:
             self._end_block()
-        self._flushed.result()
-        os.fsync(self._descriptor)
+        with naming(self._path):
+            self._flushed.result()
+            os.fsync(self._descriptor)
         return HashedFile(self._size, tuple(self._hashes))
 
     def close(self) -> None:
