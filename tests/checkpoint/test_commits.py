@@ -160,3 +160,35 @@ def test_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert error.value.errno == 28
         assert sorted(tmp_path.rglob("*")) == before
     assert sf.checkpoint.load(path, {"x": torch.zeros(3)})["x"].tolist() == [1, 1, 1]
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_tensor_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not what torch's writer says, which is closed without what it wanted to write."""
+    written, after = os.pwrite, [2]
+
+    def full(descriptor: int, data: memoryview, at: int) -> int:
+        after[0] -= 1
+        if after[0] < 0:
+            raise OSError(28, "No space left on device")
+        return written(descriptor, data[: len(data) // 2 + 1], at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match=r"No space left on device \(\d+ bytes are free\): .*distcp") as error:
+        sf.checkpoint.save(tmp_path / "step-1", {"x": torch.zeros(300)})
+    assert error.value.errno == 28 and not [*tmp_path.iterdir()]
+
+
+def test_a_disk_that_is_full_for_the_manifest_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = os.fsync
+
+    def full(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".json"):
+            raise OSError(28, "No space left on device")
+        synced(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device \(\d+ bytes are free\): .*manifest\.json"):
+        sf.checkpoint.save(tmp_path / "step-1", {"x": torch.zeros(3)})
+    assert not [*tmp_path.iterdir()]
