@@ -156,12 +156,12 @@ def _of_attack(ends: Sequence[Ended], marker: Path, seconds: float) -> Result:
     if bad := [end for end in ends if end.how != "done"]:
         return Result(HANG if bad[0].how == "hang" else UNCLEAR, False, seconds, shortened(bad[0]))
     tries = [end.value[0] for end in ends]
-    if all(end.how == "done" and right for _, end, right in tries):
+    if all(end.how == "done" and right for end, right in tries):
         return Result(OK, True, seconds)
-    if any(end.how == "done" for _, end, _ in tries):
+    if any(end.how == "done" for end, _ in tries):
         return Result(WRONG, False, seconds, "a file from elsewhere was read")
-    is_clear, why = clear([end for _, end, _ in tries], [r"step-\d+|/one"])
-    older = all(end.value[-1][1].how == "done" for end in ends)
+    is_clear, why = clear([end for end, _ in tries], [r"step-\d+|/one"])
+    older = all(end.value[-1][0].how == "done" for end in ends)
     return Result((OLDER if older else CLEAR) if is_clear else UNCLEAR, is_clear, seconds, why)
 
 

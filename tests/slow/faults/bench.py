@@ -193,7 +193,7 @@ def shortened(end: Ended) -> str:
     return re.sub(r"\s+", " ", f"{end.kind}: {end.text}")[:200]
 
 
-def clear(ends: Sequence[Ended], words: Sequence[str]) -> tuple[bool, str]:
+def clear(ends: Sequence[Ended], words: Sequence[str], lines: int = MAX_LINES) -> tuple[bool, str]:
     """Whether all ranks have raised a clear error, and what is wrong with it: it has the words, and few lines.
 
     Ranks say the same, or that another one has failed with it; or each has a problem of its own, of the same kind.
@@ -203,7 +203,7 @@ def clear(ends: Sequence[Ended], words: Sequence[str]) -> tuple[bool, str]:
             return False, f"a rank has not raised but is {end.how}"
         if not end.is_exception:
             return False, f"{end.kind} is no Exception"
-        if len(end.text.splitlines()) > MAX_LINES:
+        if len(end.text.splitlines()) > lines:
             return False, f"{len(end.text.splitlines())} lines"
         if lacking := [word for word in words if not re.search(word, f"{end.kind}: {end.text}")]:
             return False, f"no {lacking} in {shortened(end)}"
