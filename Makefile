@@ -8,7 +8,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --loca
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips must not share one .venv
-.PHONY: help train test test-all bench docs check clean
+.PHONY: help train test test-all faults bench docs check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ test: .venv/.with-test ## run the everyday tests, by two workers: ARGS="-k plan"
 
 test-all: .venv/.with-test ## run what `make test` leaves out, which takes longer
 	$(PY) -m pytest --numprocesses 2 --dist worksteal -m "(slow or property) and not rest" $(ARGS)
+
+faults: .venv/.with-test ## kills, full disks, damage, against other libraries, half an hour: ARGS="--only shardfn"
+	$(PY) tests/slow/faults/faults.py $(ARGS)
 
 bench: .venv/.with-progress,plot ## run every benchmark, 20 minutes: ARGS=--quick, ARGS="--only step host"
 	$(PY) examples/benchmarks/run.py $(ARGS)

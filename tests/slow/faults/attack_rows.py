@@ -34,13 +34,14 @@ from bench import (
     shortened,
     worst,
 )
-from contenders import Contender, blank_tree, whole_tree
 from kill_rows import in_one
+from libraries import Contender, blank_tree, whole_tree
 from storage_rows import is_of, load_any
 from torch.distributed.checkpoint.metadata import Metadata
 from worlds import Ended, Rank, World, in_world
 
-import shardfn as sf
+from shardfn.checkpoint.hashed_files import hashed
+from shardfn.checkpoint.manifest import digest
 
 
 class Payload:
@@ -87,7 +88,6 @@ def _rehash(newest: Path, replaced: tuple[str, str] | None = None) -> None:
     """A manifest whose hashes are those of what is there, and in which a file may have another name."""
     text = (newest / "manifest.json").read_text()
     about = json.loads(text.replace(*replaced) if replaced else text)["manifest"]
-    hashed, digest = sf.checkpoint.directories.hashed, sf.checkpoint.manifest.digest
     for name, file in about["files"].items():
         of_file = hashed((newest / name).read_bytes())
         file |= {"size": of_file.nbytes, "sha256": [*of_file.hashes]}

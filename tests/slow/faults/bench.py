@@ -19,7 +19,7 @@ from typing import Any
 import failpoints
 import torch
 import torch.distributed as dist
-from contenders import ROWS, Contender, Tree, barrier, blank_tree, whole_tree
+from libraries import ROWS, Contender, Tree, barrier, blank_tree, whole_tree
 from worlds import Ended, Rank, World, in_world
 
 OK, OLDER, CLEAR, UNCLEAR = "ok", "older acknowledged ok", "clear error", "unclear error"

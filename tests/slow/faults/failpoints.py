@@ -81,7 +81,7 @@ def _path_of(descriptor: int) -> str:
 def watch() -> None:
     """Watch the operations on files of this process from now on."""
     sys.addaudithook(_audited)
-    fsync, fdatasync, pwrite = os.fsync, os.fdatasync, os.pwrite
+    fsync, pwrite = os.fsync, os.pwrite
 
     def fsynced(descriptor: int) -> None:
         path = _path_of(descriptor)
@@ -105,8 +105,9 @@ def watch() -> None:
 
         return renamed
 
-    vars(os).update(fsync=fsynced, fdatasync=fdatasync, pwrite=pwritten)
-    vars(os).update(rename=watched(os.rename), replace=watched(os.replace))
+    system: Any = os
+    system.fsync, system.pwrite = fsynced, pwritten
+    system.rename, system.replace = watched(os.rename), watched(os.replace)
 
 
 def _in_the_middle(descriptor: int, path: str) -> None:

@@ -6,7 +6,7 @@
 
 Each row prints what became of it (ok; an older checkpoint that was acknowledged is ok; a clear error, an unclear one;
 numbers that are wrong without a word; something acknowledged that is lost; a hang), whether that is what the row must
-come to, and after how many seconds all ranks had ended. `contenders` says what the four are. The status is 1 if shardfn
+come to, and after how many seconds all ranks had ended. `libraries` says what the four are. The status is 1 if shardfn
 does not survive a row.
 """
 
@@ -18,9 +18,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from attack_rows import attacked, by_link, by_name, differing, fewer, in_item, in_metadata, longer, more, narrower
 from bench import NONE, UNCLEAR, Result, worst
-from contenders import Contender, contenders
 from kill_rows import (
     POINTS,
     killed_asynchronous,
@@ -30,13 +30,12 @@ from kill_rows import (
     over_a_partial,
     two_jobs,
 )
+from libraries import Contender, contenders
 from load_rows import by_trainer, listed_otherwise, n_to_m, refused_meshes
 from storage_rows import damaged, exchange, flip, full_disk, read_only, take_away, truncate
-import torch
 
 ROWS_OF_REPORT = 48
 LATER = "rows 19-25 and 38-40 belong to a harness of training runs"
-BOTH = {"ranks": (0, 1), "saving": False}
 
 
 def rows() -> dict[int, tuple[str, Callable[[Contender, int], Result]]]:

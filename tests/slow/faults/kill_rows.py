@@ -25,8 +25,8 @@ from bench import (
     shortened,
     worst,
 )
-from contenders import Contender, Shardfn, barrier, blank_tree, whole_tree
 from failpoints import Point, watch
+from libraries import Contender, Shardfn, barrier, blank_tree, whole_tree
 from worlds import FLAGS, Ended, Rank, World
 
 POINTS = ("plan", "mid data", "after data", "mid manifest", "before rename", "renamed", "deleting")

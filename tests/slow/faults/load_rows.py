@@ -1,7 +1,6 @@
 """Rows 41, 45 and 46: meshes; N ranks that save and M that load; and what `sf.Trainer` adds to other rows."""
 
 import random
-import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -29,8 +28,8 @@ from bench import (
     shortened,
     worst,
 )
-from contenders import Contender, blank_tree, whole_tree
 from kill_rows import in_one
+from libraries import Contender, blank_tree, whole_tree
 from storage_rows import Damage, load_any
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -152,23 +151,27 @@ def go_on(_: Rank, folders: dict[str, Path], shape: tuple[int, ...]) -> dict[str
     return apart
 
 
+def _not_done(end: Ended, what: str) -> Result:
+    return Result(HANG if end.how == "hang" else LOST, False, why=f"{what}: {shortened(end)}")
+
+
 def resumed(contender: Contender, seed: int) -> Result:
     """Row 45 of shardfn: any number of ranks goes on from any other."""
-    began, root = time.monotonic(), Path(bench_root := Bench(contender).root)
-    folders = {name: root / name for name in MESHES}
-    try:
-        for name, shape in MESHES.items():
-            for end in in_world(torch.Size(shape).numel(), save_half, folders[name], shape):
-                if end.how != "done":
-                    return Result(HANG if end.how == "hang" else LOST, False, why=f"saving on {name}: {shortened(end)}")
-        for name, shape in MESHES.items():
-            for end in in_world(torch.Size(shape).numel(), go_on, folders, shape):
-                if end.how != "done":
-                    return Result(HANG if end.how == "hang" else LOST, False, why=f"loading on {name}: {shortened(end)}")
-                if far := {n: x for n, x in end.value.items() if not x <= TOLERANCE}:
-                    return Result(WRONG, False, time.monotonic() - began, f"on {name} from {far}")
-    finally:
-        shutil.rmtree(bench_root, ignore_errors=True)
+    return in_one(_resumed, contender, seed)
+
+
+def _resumed(bench: Bench) -> Result:
+    began, folders = time.monotonic(), {name: bench.folder / name for name in MESHES}
+    for name, shape in MESHES.items():
+        for end in in_world(torch.Size(shape).numel(), save_half, folders[name], shape):
+            if end.how != "done":
+                return _not_done(end, f"saving on {name}")
+    for name, shape in MESHES.items():
+        for end in in_world(torch.Size(shape).numel(), go_on, folders, shape):
+            if end.how != "done":
+                return _not_done(end, f"loading on {name}")
+            if far := {n: x for n, x in end.value.items() if not x <= TOLERANCE}:
+                return Result(WRONG, False, time.monotonic() - began, f"on {name} from {far}")
     return Result(OK, True, time.monotonic() - began)
 
 
@@ -204,7 +207,7 @@ def resharded(contender: Contender, seed: int) -> Result:
         for name, shape in MESHES.items():
             for end in in_world(torch.Size(shape).numel(), load_on, bench, saved, shape):
                 if end.how != "done":
-                    return Result(HANG if end.how == "hang" else LOST, False, why=f"loading on {name}: {shortened(end)}")
+                    return _not_done(end, f"loading on {name}")
                 if end.value:
                     return Result(WRONG, False, why=f"on {name}, what was saved by {[*MESHES][end.value[0] - 1]}")
         return Result(OK, True, time.monotonic() - began)

@@ -36,9 +36,9 @@ from bench import (
     shortened,
     worst,
 )
-from contenders import Contender, Tree, barrier, blank_tree, whole_tree
 from failpoints import Point, disarm
 from kill_rows import in_each, in_one
+from libraries import Contender, Tree, barrier, blank_tree, whole_tree
 from worlds import NOBODY, Ended, Rank, World
 
 TRIALS = 6  # damages of one kind
@@ -185,7 +185,7 @@ def flip(newest: Path, _: Path, draw: random.Random, data: str) -> list[Path]:
 
 def truncate(newest: Path, _: Path, draw: random.Random, data: str) -> list[Path]:
     """The end of a file of data."""
-    path = draw.choice([x for x in newest.iterdir() if is_of(x, data)])
+    path = draw.choice(sorted(x for x in newest.iterdir() if is_of(x, data)))
     os.truncate(path, draw.randrange(path.stat().st_size))
     return [path]
 
@@ -199,8 +199,8 @@ def take_away(newest: Path, _: Path, draw: random.Random, data: str) -> list[Pat
 
 def exchange(newest: Path, other: Path, draw: random.Random, data: str) -> list[Path]:
     """A file of data against that of the same rank of another step."""
-    pairs = zip(*(sorted((x for x in p.iterdir() if is_of(x, data)), key=_rank_of) for p in (newest, other)), strict=True)
-    path, replaced_by = draw.choice([*pairs])
+    new, old = (sorted((x for x in path.iterdir() if is_of(x, data)), key=_rank_of) for path in (newest, other))
+    path, replaced_by = draw.choice([*zip(new, old, strict=True)])
     shutil.copyfile(replaced_by, path)
     return [path]
 
@@ -258,4 +258,3 @@ def _loaded(bench: Bench, path: Path) -> Result:
     if bench.contender.overwrites:
         return Result(CLEAR, False, seconds, "and there is no older one")
     return Result(LOST, False, seconds, f"the older one does not load: {shortened(last[0][0])}")
-

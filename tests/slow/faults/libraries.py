@@ -21,14 +21,14 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from failpoints import Point, event
 from torch import nn
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -47,7 +47,8 @@ def whole_tree(step: int, rows: int = ROWS, job: int = 0) -> Tree:
 
 def blank_tree(rows: int = ROWS) -> Tree:
     """Memory for one, with numbers that no step has."""
-    return {name: torch.full_like(x, -7) if isinstance(x, torch.Tensor) else 0 for name, x in whole_tree(0, rows).items()}
+    tree = whole_tree(0, rows)
+    return {name: torch.full_like(x, -7) for name, x in tree.items() if name != "step"} | {"step": 0}
 
 
 def step_of(path: Path) -> int:
@@ -115,6 +116,19 @@ class Contender:
             shutil.rmtree(path)
 
 
+def _points(data: str, manifest: str, final: str) -> dict[str, Point]:
+    """Where ranks are killed, by the patterns of files of data, of the manifest, and of a name that makes it count."""
+    return {
+        "plan": Point("making", ""),
+        "mid data": Point("wrote", data),
+        "after data": Point("synced", data),
+        "mid manifest": Point("syncing", manifest),
+        "before rename": Point("renaming", final),
+        "renamed": Point("renamed", final),
+        "deleting": Point("removing", "", 2),
+    }
+
+
 def _split(name: str, x: Any, mesh: DeviceMesh) -> Any:
     if name not in ("weight", "bias"):
         return x
@@ -130,15 +144,7 @@ class Shardfn(Contender):
     def __init__(self, variant: str = "new") -> None:
         self.variant = variant
         name = r"step-\d+$" if variant == "new" else r"manifest\.json$"
-        self.points = {
-            "plan": Point("making", ""),
-            "mid data": Point("wrote", self.data),
-            "after data": Point("synced", self.data),
-            "mid manifest": Point("syncing", r"\.json$"),
-            "before rename": Point("renaming", name),
-            "renamed": Point("renamed", name),
-            "deleting": Point("removing", "", 2),
-        }
+        self.points = _points(self.data, self.manifest, name)
 
     def path(self, folder: Path, step: int) -> Path:
         return folder / ("step-00000001" if self.variant == "replace" else f"step-{step:08d}")
@@ -186,18 +192,11 @@ class Dcp(Contender):
 
     def __init__(self, overwrites: bool) -> None:
         self.name, self.overwrites = "dcp-overwrite" if overwrites else "dcp-steps", overwrites
-        self.points = {
-            "plan": Point("making", ""),
-            "mid data": Point("wrote", self.data),
-            "after data": Point("synced", self.data),
-            "mid manifest": Point("syncing", r"\.metadata\.tmp$"),
-            "before rename": Point("renaming", r"\.metadata$"),
-            "renamed": Point("renamed", r"\.metadata$"),
-            "deleting": Point("removing", "", 2),
-        }
+        self.points = _points(self.data, r"\.metadata\.tmp$", r"\.metadata$")
 
     def watch(self) -> None:
-        write = vars(filesystem)["_write_item"]
+        module: Any = filesystem
+        write = module._write_item
 
         def written(transforms: Any, stream: Any, *others: Any) -> Any:
             result = write(transforms, stream, *others)
@@ -205,16 +204,16 @@ class Dcp(Contender):
             event("wrote", stream.name)
             return result
 
-        vars(filesystem)["_write_item"] = written
+        module._write_item = written
 
     def save(self, folder: Path, step: int, state: Any) -> None:
-        dcp.save(state, checkpoint_id=self.path(folder, step))
+        state_dict_saver.save(state, checkpoint_id=self.path(folder, step))
 
     def save_async(self, folder: Path, step: int, state: Any) -> Any:
-        return dcp.async_save(state, checkpoint_id=self.path(folder, step))
+        return state_dict_saver.async_save(state, checkpoint_id=self.path(folder, step))
 
     def load(self, path: Path, state: Any) -> Any:
-        dcp.load(state, checkpoint_id=path)
+        state_dict_loader.load(state, checkpoint_id=path)
         return state
 
     def all(self, folder: Path) -> list[Path]:
@@ -240,15 +239,14 @@ class TorchCheckpointing(Contender):
     name = "torch_checkpointing"
     asynchronous_points = ("returned",)  # what writes is another process
     data, manifest = r"\.pt$", r"metadata\.pkl$"
-    points = {
-        "plan": Point("making", ""),
-        "mid data": Point("wrote", r"weights_\d+\.pt$", 2),
-        "after data": Point("closed", r"weights_\d+\.pt$"),
-        "mid manifest": Point("wrote", r"metadata\.pkl$"),
-        "before rename": Point("renaming", r"step-\d+$"),
-        "renamed": Point("renamed", r"step-\d+$"),
-        "deleting": Point("removing", "", 2),
-    }
+    points = MappingProxyType(
+        _points(data, manifest, r"step-\d+$")
+        | {
+            "mid data": Point("wrote", r"weights_\d+\.pt$", 2),
+            "after data": Point("closed", r"weights_\d+\.pt$"),
+            "mid manifest": Point("wrote", manifest),
+        }
+    )
 
     def missing(self) -> str:
         if _TC.module is not None:
