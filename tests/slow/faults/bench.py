@@ -23,8 +23,9 @@ from libraries import ROWS, Contender, Tree, barrier, blank_tree, whole_tree
 from worlds import Ended, Rank, World, in_world
 
 OK, OLDER, CLEAR, UNCLEAR = "ok", "older acknowledged ok", "clear error", "unclear error"
-WRONG, LOST, HANG, NONE = "silent wrong", "lost", "hang", "n/a"
-WORST = (NONE, OK, OLDER, CLEAR, UNCLEAR, LOST, WRONG, HANG)
+WRONG, LOST, HANG, NONE, UNBUILT = "silent wrong", "lost", "hang", "n/a", "not built"
+WITHOUT = (NONE, UNBUILT)  # neither survived nor not
+WORST = (*WITHOUT, OK, OLDER, CLEAR, UNCLEAR, LOST, WRONG, HANG)
 MAX_LINES = 12  # of an error
 
 
@@ -40,7 +41,7 @@ class Result:
 
 def worst(results: Sequence[Result]) -> Result:
     """The one that counts: of those that were not survived, if there are any."""
-    found = max(results, key=lambda x: (not x.survived and x.outcome != NONE, WORST.index(x.outcome)))
+    found = max(results, key=lambda x: (not x.survived and x.outcome not in WITHOUT, WORST.index(x.outcome)))
     return Result(found.outcome, found.survived, max(x.seconds for x in results), found.why)
 
 

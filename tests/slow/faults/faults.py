@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 from attack_rows import attacked, by_link, by_name, differing, fewer, in_item, in_metadata, longer, more, narrower
-from bench import NONE, UNCLEAR, Result, worst
+from bench import UNCLEAR, WITHOUT, Result, worst
 from kill_rows import (
     POINTS,
     killed_asynchronous,
@@ -75,10 +75,10 @@ def rows() -> dict[int, tuple[str, Callable[[Contender, int], Result]]]:
 
 @dataclass
 class Score:
-    """Of a contender: rows survived, and those that it has no equivalent of."""
+    """Of a contender: rows survived, and those that it has nothing for."""
 
     survived: int = 0
-    none: int = 0
+    without: int = 0
     failed: list[int] = field(default_factory=list)
 
 
@@ -109,10 +109,11 @@ def table(chosen: set[int], columns: Sequence[Contender], repeats: int, details:
         for contender in columns:
             result = result_of(run, contender, repeats)
             score = scores[contender.name]
-            score.survived += result.survived and result.outcome != NONE
-            score.none += result.outcome == NONE and result.survived
-            score.failed += [] if result.survived else [number]
-            mark = " " if result.outcome == NONE and result.survived else "+" if result.survived else "-"
+            without = result.outcome in WITHOUT
+            score.survived += result.survived and not without
+            score.without += without
+            score.failed += [] if result.survived or without else [number]
+            mark = " " if without else "+" if result.survived else "-"
             seconds = f"{result.seconds:.1f} s" if result.seconds else ""
             print(f"{mark} {result.outcome:21} {seconds:>7}   ", end="", flush=True)
             notes += [f"{contender.name}: {result.why}"] if result.why else []
@@ -142,8 +143,8 @@ def main(arguments: list[str] | None = None) -> int:
     scores = table(chosen, columns, options.repeats, not options.brief)
     count = len(rows().keys() & chosen)
     for name, score in scores.items():
-        none = f", {score.none} without an equivalent" if score.none else ""
-        print(f"{name}: survived {score.survived}/{count}{none}; {score.survived}/{ROWS_OF_REPORT} ({LATER})")
+        without = f", {score.without} it has nothing for" if score.without else ""
+        print(f"{name}: survived {score.survived}/{count}{without}; {score.survived}/{ROWS_OF_REPORT} ({LATER})")
     print(f"+ survived, - not; {time.monotonic() - began:.0f} s")
     return 1 if "shardfn" in scores and scores["shardfn"].failed else 0
 
