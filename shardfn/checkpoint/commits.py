@@ -33,7 +33,7 @@ class Commit:
 
     def __init__(self, target: Path, nonce: str, replaces: bool, owner: str) -> None:
         self._target, self._nonce, self._replaces, self._owner = target, nonce, replaces, owner
-        self._undone = True
+        self._undone, self._old = True, ""  # and the nonce of what is replaced
         self.place = target if replaces else target.parent / f"{_WRITING}{target.name}-{nonce}-{owner}"
 
     def begin(self) -> None:
@@ -42,7 +42,8 @@ class Commit:
         _collect(self._target.parent)
         if self._replaces:
             _collect_in(self._target)
-            self._marker(read_manifest(self._target).nonce).touch(exist_ok=False)
+            self._old = read_manifest(self._target).nonce
+            self._marker.touch(exist_ok=False)
         else:
             self.place.mkdir()
 
@@ -60,18 +61,17 @@ class Commit:
                 raise ShardError(f"checkpoint.save: another save has made '{self._target}' meanwhile") from error
             _sync(self._target.parent)
             return
-        old = read_manifest(self.place)
         written = self.place / f"{self._nonce}.json"
+        _write(self.place / f"{self._nonce}{METADATA}", metadata)
         _write(written, manifest.text().encode())
         _sync(self.place)
+        if read_manifest(self.place).nonce != self._old:
+            raise ShardError(f"checkpoint.save: another save has replaced '{self._target}' meanwhile")
         written.replace(self.place / NAME)
         self._undone = False
         _sync(self.place)
-        for_torch = self.place / f"{self._nonce}{METADATA}"
-        _write(for_torch, metadata)
-        for_torch.replace(self.place / METADATA)
-        _remove(self.place, old.nonce)
-        self._marker(old.nonce).unlink()
+        _settle(self.place, self._nonce, {self._old})
+        self._marker.unlink()
         _sync(self.place)
 
     def abandon(self) -> None:
@@ -80,11 +80,11 @@ class Commit:
             shutil.rmtree(self.place, ignore_errors=True)
         elif self._undone:
             _remove(self.place, self._nonce)
-            for marker in self.place.glob(f"{_WRITING}*-{self._nonce}-*"):
-                marker.unlink()
+            self._marker.unlink(missing_ok=True)
 
-    def _marker(self, replaced: str) -> Path:
-        return self.place / f"{_WRITING}{replaced}-{self._nonce}-{self._owner}"
+    @property
+    def _marker(self) -> Path:
+        return self.place / f"{_WRITING}{self._old}-{self._nonce}-{self._owner}"
 
 
 def in_the_way(target: Path, overwrite: bool) -> str:
@@ -158,12 +158,20 @@ def _collect(directory: Path) -> None:
 
 
 def _collect_in(directory: Path) -> None:
-    """Take away what dead saves have left that wanted to replace a checkpoint, or have."""
+    """Take away what dead saves have left that wanted to replace a checkpoint, or have; bring the last to its end."""
     nonce = read_manifest(directory).nonce
     for old, new, marker in _markers(directory):
         if _is_dead(marker):
-            _remove(directory, old if new == nonce else new)
+            _settle(directory, nonce, {old, new} - {nonce})
             marker.unlink(missing_ok=True)
+
+
+def _settle(directory: Path, nonce: str, others: set[str]) -> None:
+    """What is there is the checkpoint of one save, and nothing of others: also where a save had an error after it."""
+    with suppress(FileNotFoundError):
+        (directory / f"{nonce}{METADATA}").replace(directory / METADATA)
+    for other in others:
+        _remove(directory, other)
 
 
 def _remove(directory: Path, nonce: str) -> None:
