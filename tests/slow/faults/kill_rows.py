@@ -1,6 +1,8 @@
 """Rows 1 to 18, 47 and 48: ranks that are killed, in a save or in a load; two jobs that write to one path."""
 
+import errno
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -14,12 +16,14 @@ from bench import (
     OK,
     OLDER,
     UNBUILT,
+    UNCLEAR,
     WRONG,
     Bench,
     Fault,
     Plan,
     Result,
     arm,
+    clear,
     hashes_of,
     judge,
     require_saved,
@@ -67,10 +71,10 @@ def kill_all(rank: Rank) -> None:
     rank.kill(rank.rank)
 
 
-def after(bench: Bench, ends: list[Ended], seconds: float, again: Plan) -> Result:
+def after(bench: Bench, ends: list[Ended], seconds: float, again: Plan, expected: str = "killed") -> Result:
     """What is there after a kill, and after one more save, which has to go well."""
-    if "killed" not in [end.how for end in ends]:
-        raise RuntimeError(f"{bench.contender.name}: nobody was killed: {[*map(shortened, ends)]}")
+    if expected not in [end.how for end in ends]:
+        raise RuntimeError(f"{bench.contender.name}: no rank was {expected}: {[*map(shortened, ends)]}")
     if hung := [end.text for end in ends if end.how == "hang"]:
         return Result(HANG, False, seconds, hung[0])
     found = judge(bench)
@@ -106,16 +110,25 @@ def killed_at(name: str, victim: int) -> Callable[[Contender, int], Result]:
 
 
 def over_a_partial(victim: int) -> Callable[[Contender, int], Result]:
-    """Rows 15 and 16: a step that all ranks died in is saved again, and a rank dies in that."""
+    """Rows 15 and 16: a step that all ranks died in is saved again, and a rank dies in that, or has an error."""
 
-    def row(bench: Bench) -> Result:
-        points = bench.contender.points
+    def fail(_: Rank) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def row(bench: Bench, first: Point, do: Callable[[Rank], None]) -> Result:
         require_saved(bench, Plan((1,)))
-        save_world(bench, Plan((2,), Fault(points["before rename"], 2, 0, kill_all)))
-        ends, seconds = save_world(bench, Plan((2,), Fault(points["mid data"], 2, victim, kill(victim)), job=1))
-        return after(bench, ends, seconds, Plan((2,), job=2))
+        if all(end.how == "done" for end in save_world(bench, Plan((2,), Fault(first, 2, 0, kill_all)))[0]):
+            return Result(NONE, True, why="nothing of that name is made")
+        second = Fault(bench.contender.points["mid data"], 2, victim, do)
+        ends, seconds = save_world(bench, Plan((2,), second, job=1))
+        return after(bench, ends, seconds, Plan((2,), job=2), "killed" if do is not fail else "error")
 
-    return lambda contender, seed: in_each(row, contender, seed)
+    def all_of(contender: Contender, seed: int) -> Result:
+        firsts = [contender.points["before rename"], *(Point("renaming", other) for other in contender.others)]
+        rows = [partial(row, first=first, do=do) for first in firsts for do in (kill(victim), fail)]
+        return worst([in_each(one, contender, seed) for one in rows])
+
+    return all_of
 
 
 def save_asynchronously(rank: Rank, bench: Bench, victim: int, point: str) -> None:
@@ -214,6 +227,13 @@ def two_jobs(contender: Contender, seed: int) -> Result:
         found = judge(bench)
         if found.survived and not any(end.how == "done" for end in [*ends, *other]):
             return Result(LOST, False, seconds, f"neither job has saved: {shortened(ends[0])}")
+        is_clear, why = (
+            clear(ends, ["step-|/one", "another|already|occupied"])
+            if any(end.how != "done" for end in ends)
+            else (True, "")
+        )
+        if found.survived and not is_clear:
+            return Result(UNCLEAR, False, seconds, f"the first job: {why}")
         return Result(found.outcome, found.survived, seconds, found.why)
 
     return in_each(row, contender, seed)

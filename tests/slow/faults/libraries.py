@@ -65,6 +65,7 @@ class Contender:
     asynchronous_points: tuple[str, ...] = ("returned", "mid data")  # where one dies in a save that is under way
     data, manifest = r"\.distcp$", r"\.metadata(\.tmp)?$"
     points: Mapping[str, Point]
+    others: tuple[str, ...] = ()  # patterns of files that are written besides
 
     def missing(self) -> str:
         """Why it cannot be used here, if so."""
@@ -145,6 +146,7 @@ class Shardfn(Contender):
         self.variant = variant
         name = r"step-\d+$" if variant == "new" else r"manifest\.json$"
         self.points = _points(self.data, self.manifest, name)
+        self.others = (r"\.metadata$",)
 
     def path(self, folder: Path, step: int) -> Path:
         return folder / ("step-00000001" if self.variant == "replace" else f"step-{step:08d}")

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -115,22 +116,28 @@ def _of_trouble(bench: Bench, fault: Fault | None, words: Sequence[str], nobody:
         return Result(UNCLEAR, False, seconds, "the group does not work afterwards")
     if failed := [end.value[2] for end in ends if end.value[2].how != "done"]:
         return Result(UNCLEAR, False, seconds, f"the next save fails: {shortened(failed[0])}")
-    return Result(CLEAR, True, seconds)
+    require_saved(bench, Plan((4,)))  # by another job
+    found = judge(bench)
+    return Result(CLEAR if found.outcome == OK else found.outcome, found.outcome == OK, seconds, found.why)
 
 
 def full_disk(where: str) -> Callable[[Contender, int], Result]:
     """Rows 26 and 27: in the data of the second rank, or in the manifest."""
 
-    def row(bench: Bench) -> Result:
-        contender = bench.contender
-        in_data = where == "data"
-        point = contender.points["mid data"] if in_data else Point("making", contender.manifest)
+    in_data = where == "data"
+
+    def of(pattern: str, bench: Bench) -> Result:
+        point = bench.contender.points["mid data"] if in_data else Point("making", pattern)
         with small_disk(bench.folder) as mounted:
             do = (lambda rank: fill(bench.folder)) if mounted else no_space
             words = ["No space left", "free", str(bench.folder) if mounted else "injected"]
             return _of_trouble(bench, Fault(point, 2, 1 if in_data else 0, do), words)
 
-    return lambda contender, seed: in_each(row, contender, seed)
+    def all_of(contender: Contender, seed: int) -> Result:
+        patterns = [""] if in_data else [contender.manifest, *contender.others]
+        return worst([in_each(partial(of, pattern), contender, seed) for pattern in patterns])
+
+    return all_of
 
 
 def read_only(contender: Contender, seed: int) -> Result:
