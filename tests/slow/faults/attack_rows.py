@@ -111,6 +111,7 @@ def by_name(newest: Path, bench: Bench, marker: Path) -> None:
     if (newest / "manifest.json").exists():
         other = sorted(aside.glob("*.distcp"))[-1].name
         _rehash(newest, (data, f"../../aside/{other}"))
+        (newest / data).unlink()
     elif (newest / ".metadata").exists():
         metadata: Metadata = pickle.loads((newest / ".metadata").read_bytes())
         for stored in (metadata.storage_data or {}).values():

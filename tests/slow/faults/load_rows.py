@@ -278,7 +278,8 @@ def listed_otherwise(contender: Contender, seed: int) -> Result:
             if any(end.value[0].how == "done" for end in ends):
                 return Result(WRONG, False, seconds, "ranks have loaded different steps")
             is_clear, why = clear([end.value[0] for end in ends], [r"step-0*1\b", r"step-0*2\b"])
-            return Result(CLEAR if is_clear else UNCLEAR, is_clear, seconds, why)
+            decides = "the first rank does not decide" * by_trainer
+            return Result(CLEAR if is_clear else UNCLEAR, is_clear and not by_trainer, seconds, why or decides)
 
         return row
 
