@@ -129,8 +129,7 @@ def save_steps(rank: Rank, bench: Bench, plan: Plan) -> None:
             if plan.keep is not None:
                 contender.prune(bench.folder, plan.keep)
         failpoints.disarm()
-        if plan.keep is not None:
-            barrier()
+        barrier()  # as the next step has one: nobody is gone before the others are through
 
 
 def _watch(contender: Contender) -> None:

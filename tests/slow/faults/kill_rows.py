@@ -227,11 +227,8 @@ def two_jobs(contender: Contender, seed: int) -> Result:
         found = judge(bench)
         if found.survived and not any(end.how == "done" for end in [*ends, *other]):
             return Result(LOST, False, seconds, f"neither job has saved: {shortened(ends[0])}")
-        is_clear, why = (
-            clear(ends, ["step-|/one", "another|already|occupied"])
-            if any(end.how != "done" for end in ends)
-            else (True, "")
-        )
+        done = all(end.how == "done" for end in ends)
+        is_clear, why = (True, "") if done else clear(ends, ["step-|/one", "another|already|occupied"])
         if found.survived and not is_clear:
             return Result(UNCLEAR, False, seconds, f"the first job: {why}")
         return Result(found.outcome, found.survived, seconds, found.why)
