@@ -9,7 +9,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --loca
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips must not share one .venv
-.PHONY: help train test test-all properties bench docs check clean
+.PHONY: help train test test-all properties faults bench docs check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test-all: .venv/.with-test ## run what `make test` leaves out, which takes longe
 
 properties: .venv/.with-test ## run each property of the core on 2,000 drawn examples, 25 minutes: EXAMPLES=20000
 	$(PY) -m pytest --numprocesses 2 --dist worksteal -m law --examples $(EXAMPLES) $(ARGS)
+
+faults: .venv/.with-test ## kills, full disks, damage, against other libraries, half an hour: ARGS="--only shardfn"
+	$(PY) tests/slow/faults/faults.py $(ARGS)
 
 bench: .venv/.with-progress,plot ## run every benchmark, 20 minutes: ARGS=--quick, ARGS="--only step host"
 	$(PY) examples/benchmarks/run.py $(ARGS)

@@ -12,8 +12,9 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,20 @@ class DiskFile:
 
     def write(self, data: Any) -> None:
         """Write bytes to its end; the disk works while more are made."""
-        try:
+        with self._named():
             write_at(self._descriptor, memoryview(data), self._at)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self._path) from error
         self._at += len(data)
         if self._at - self._begun >= BLOCK and self._flushed.done():
             self._begun = self._at
             self._flushed = self._flusher.submit(os.fdatasync, self._descriptor)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors within say which file they are about."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._path) from error
 
     def __enter__(self) -> "DiskFile":
         return self
@@ -47,8 +54,9 @@ class DiskFile:
     def __exit__(self, kind: object, *rest: object) -> None:
         try:
             if kind is None:
-                self._flushed.result()
-                os.fsync(self._descriptor)
+                with self._named():
+                    self._flushed.result()
+                    os.fsync(self._descriptor)
         finally:
             self._flusher.shutdown()
             os.close(self._descriptor)

@@ -198,7 +198,7 @@ def _end_replacement(storage: Storage, save: _Save) -> None:
     with suppress(FileNotFoundError):
         data = bytearray(storage.size(for_torch))
         storage.read(for_torch, memoryview(data), 0)
-        storage.put(METADATA, data)
+        storage.put(METADATA, bytes(data))
         storage.remove(for_torch)
     kept = (others - {save.old}) | {nonce}  # what was replaced may have ended, but for its file for torch
     for name in names:

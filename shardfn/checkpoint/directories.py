@@ -28,6 +28,7 @@ from shardfn.layout import is_in
 from shardfn.notation import did_you_mean, raise_problems
 
 STEP = "step-{:08d}"
+_LINES = 12  # of what does not fit: a model of another dtype has as many problems as parameters
 
 
 def load(
@@ -153,7 +154,7 @@ def _require_same(
         left_out = any(is_in(name, part) or name == part for part in skipped)
         if name.split(".")[0] in whole or (unexpected == "error" and not left_out):
             problems.append(f"'{name}' is in it and was not asked for")
-    raise_problems(f"checkpoint.load: '{path}' does not fit", problems)
+    raise_problems(f"checkpoint.load: '{path}' does not fit", problems, _LINES)
 
 
 def _base(name: str) -> str:

@@ -138,11 +138,17 @@ class _Save:
         results: list[Any] = []
         try:
             for step in steps:
-                results = exchange(partial(step, results))
+                results = exchange(partial(self._step, step, results))
         except Exception:
             if self._is_first or self._commit.of_each_rank:
                 self._commit.abandon()
             raise
+
+    def _step(self, step: Callable[[list[Any]], Any], results: list[Any]) -> Any:
+        try:
+            return step(results)
+        except OSError as error:
+            raise with_space(error, self._commit.storage) from error
 
     def begin(self, _: list[Any]) -> None:
         """The first rank makes a place for files."""
@@ -183,10 +189,7 @@ class _Save:
             return sink.hashed()
 
     def _written(self, write: Callable[[], HashedFile] | None) -> Written:
-        try:
-            file = None if write is None else write()
-        except OSError as error:
-            raise with_space(error, self._commit.storage) from error
+        file = None if write is None else write()
         return self._name, file, self._places, self._own
 
     def finish(self, everyone: list[Written]) -> None:

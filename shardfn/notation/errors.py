@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
+from itertools import accumulate
 
 
 class ShardError(ValueError):
@@ -33,16 +34,28 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def raise_problems(verb: str, problems: Sequence[str]) -> None:
-    """Raise one `ShardError` that lists all of `problems`, those of like layers once; nothing when there are none."""
+def raise_problems(verb: str, problems: Sequence[str], lines: int | None = None) -> None:
+    """Raise one `ShardError` that lists all of `problems`, those of like layers once; nothing when there are none.
+
+    With `lines`, it lists as many as have room in so many, and says how many more there are.
+    """
     if not problems:
         return
     kinds = list(of_like_layers(problems))
     if len(kinds) == 1:
         raise ShardError(f"{verb}: {kinds[0]}")
-    listed = "\n".join(f"{i}. {problem}" for i, problem in enumerate(kinds, 1))
+    listed = [f"{i}. {problem}" for i, problem in enumerate(kinds, 1)]
     of_kinds = f", of {len(kinds)} kinds" if len(kinds) < len(problems) else ""
-    raise ShardError(f"{verb}: {len(problems)} problems{of_kinds}\n{listed}")
+    listed = listed if lines is None else _first_of(listed, lines - 1)
+    raise ShardError("\n".join([f"{verb}: {len(problems)} problems{of_kinds}", *listed]))
+
+
+def _first_of(listed: list[str], lines: int) -> list[str]:
+    ends = [*accumulate(text.count("\n") + 1 for text in listed)]
+    if ends[-1] <= lines:
+        return listed
+    shown = max(1, sum(end < lines for end in ends))
+    return [*listed[:shown], f"and {len(listed) - shown} more"]
 
 
 # A path with the number of a layer, quoted or in front.

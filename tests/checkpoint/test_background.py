@@ -55,6 +55,7 @@ def test_it_has_what_there_was_when_it_was_called(mesh: DeviceMesh) -> None:
 def test_one_goes_on_at_a_time(mesh: DeviceMesh) -> None:
     """The next one waits for it, and so does a load; memory for it is kept."""
     params = sf.shard(nn.Linear(300, 300), mesh, sf.Policy(), src=0)
+    last: Any = None
     with folder() as at:
         for step in range(4):
             last = sf.checkpoint.save(at / f"step-{step}", {"p": params, "n": step}, async_=True)
@@ -66,13 +67,14 @@ def test_one_goes_on_at_a_time(mesh: DeviceMesh) -> None:
 def _fails(path: str, how: str) -> None:
     """The second rank cannot write."""
     mesh = sf.make_mesh("cpu", fsdp=2)
-    params, written = sf.shard(nn.Linear(30, 30), mesh, sf.Policy(), src=0), background.Background.write
+    params, writer = sf.shard(nn.Linear(30, 30), mesh, sf.Policy(), src=0), vars(background)["Background"]
+    written = writer.write
     if dist.get_rank() == 1:
 
         def write(self: Any, *args: Any) -> Any:
             raise OSError(28, "No space left on device", "that file")
 
-        background.Background.write = write
+        writer.write = write
     try:
         saving = sf.checkpoint.save(path, {"p": params}, async_=True)
         if how == "wait":
@@ -81,7 +83,7 @@ def _fails(path: str, how: str) -> None:
             time.sleep(0.2)
             sf.checkpoint.save(f"{path}-next", {"p": params})
     finally:
-        background.Background.write = written
+        writer.write = written
         with_nothing = [x.name for x in Path(path).parent.iterdir()] if dist.get_rank() == 0 else []
         assert sf.checkpoint.save(f"{path}-after", {"p": params}, async_=True).wait() == Path(f"{path}-after")
         assert with_nothing == [], "a save that failed has left something"

@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,38 @@ def test_a_save_that_ends_anywhere(tmp_path: Path, overwrite: bool, error: BaseE
     assert after > 5
 
 
+@pytest.mark.parametrize("error", [Killed(), OSError(5, "a bad disk")], ids=["killed", "failing"])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_two_saves_that_end_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, goes_on: bool
+) -> None:
+    """What the first one has left is no stranger when the second one, of that process or of another, has an error."""
+    step, after, met, written = tmp_path / "step-1", 0, True, os.pwrite
+
+    def fail(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    while met:
+        shutil.rmtree(step, ignore_errors=True)
+        sf.checkpoint.save(step, _tree(1))
+        with _interrupted(tmp_path, after, error) as done, suppress(Killed, OSError):
+            sf.checkpoint.save(step, _tree(2), overwrite=True)
+        met = done[1] < 0
+        if goes_on:
+            sf.checkpoint.save(step, _tree(3), overwrite=True)
+        _as_if_its_process_were_gone(tmp_path)
+        monkeypatch.setattr(os, "pwrite", fail)
+        with pytest.raises(OSError, match="No space"):
+            sf.checkpoint.save(step, _tree(4), overwrite=True)
+        monkeypatch.setattr(os, "pwrite", written)
+        assert _number(step) in ((3,) if goes_on else (1, 2)), after
+        _as_if_its_process_were_gone(tmp_path)
+        sf.checkpoint.save(step, _tree(5), overwrite=True)
+        assert _number(step) == 5 and len([*step.iterdir()]) == 3, after
+        after += 1
+    assert after > 5
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_everything_is_on_the_disk_before_its_name_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
@@ -147,6 +179,23 @@ def test_two_jobs_that_save_to_one_path_do_not_touch_each_others_files(
     assert [x.name for x in tmp_path.iterdir()] == ["step-1"]
 
 
+def test_two_jobs_that_replace_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, started = sf.checkpoint.save(tmp_path / "step-1", {"x": torch.zeros(3)}), []
+    finish = commits.ReplacedManifest.finish
+
+    def between(self: Any, *args: Any) -> None:
+        if not started:
+            started.append(1)
+            sf.checkpoint.save(target, {"x": torch.full((3,), 2.0)}, overwrite=True)
+        finish(self, *args)
+
+    monkeypatch.setattr(commits.ReplacedManifest, "finish", between)
+    with pytest.raises(sf.ShardError, match="another save, or removal, has replaced"):
+        sf.checkpoint.save(target, {"x": torch.full((3,), 1.0)}, overwrite=True)
+    assert sf.checkpoint.load(target, {"x": torch.zeros(3)})["x"].tolist() == [2, 2, 2]
+    assert len([*target.iterdir()]) == 3
+
+
 def test_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And leaves nothing behind, and what was there."""
     path = sf.checkpoint.save(tmp_path / "step-1", {"x": torch.ones(3)})
@@ -162,3 +211,40 @@ def test_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert error.value.errno == 28
         assert sorted(tmp_path.rglob("*")) == before
     assert sf.checkpoint.load(path, {"x": torch.zeros(3)})["x"].tolist() == [1, 1, 1]
+
+
+def test_a_disk_that_is_full_at_any_write_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not what torch's writer says, which is closed without what it wanted to write."""
+    written, after, left = os.pwrite, 0, [0]
+
+    def full(descriptor: int, data: memoryview, at: int) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        return written(descriptor, data, at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    while True:
+        left[0] = after
+        try:
+            sf.checkpoint.save(tmp_path / "step-1", {"x": torch.zeros(3000)})
+            break
+        except OSError as error:
+            assert error.errno == 28 and "bytes are free): " in str(error) and ".distcp" in str(error)
+        assert not [*tmp_path.iterdir()]
+        after += 1
+    assert after > 5
+
+
+def test_a_disk_that_is_full_for_the_manifest_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = os.fsync
+
+    def full(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".json"):
+            raise OSError(28, "No space left on device")
+        synced(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device \(\d+ bytes are free\): .*manifest\.json"):
+        sf.checkpoint.save(tmp_path / "step-1", {"x": torch.zeros(3)})
+    assert not [*tmp_path.iterdir()]

@@ -22,6 +22,10 @@ def test_all_problems_are_one_error() -> None:
     with pytest.raises(ShardError, match=r"^plan: 2 problems\n1\. first\n2\. second$"):
         raise_problems("plan", ["first", "second"])
     assert issubclass(ShardError, ValueError)
+    with pytest.raises(ShardError, match=r"^load: 4 problems\n1\. a\n    b\nand 3 more$"):
+        raise_problems("load", ["a\n    b", "c", "d", "e"], lines=4)
+    with pytest.raises(ShardError, match=r"^load: 3 problems\n1\. a\n2\. c\n3\. d$"):
+        raise_problems("load", ["a", "c", "d"], lines=4)
 
 
 def test_problems_of_like_layers_are_one() -> None:
