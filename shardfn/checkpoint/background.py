@@ -191,7 +191,6 @@ class Background:
     def write(self, storage: Storage, name: str, data: Tensor) -> HashedFile:
         """Write a file of memory that was filled: by a process of its own, if it is one of this host."""
         if isinstance(storage, LocalDirectory):
-            storage.path.mkdir(parents=True, exist_ok=True)
             return self._written_apart(storage.path / name, len(data))
         with storage.create(name) as file:
             sink = HashingSink(file.write)

@@ -75,25 +75,27 @@ class ReplacedManifest:
             if is_dead(save.owner):
                 _end_replacement(self.storage, save)
         for name in self.storage.names():
-            if name.startswith(NEW) and is_dead(name.removeprefix(NEW)):
+            if name.startswith(NEW) and is_dead(name.rpartition("-")[2]):
                 _remove(self.storage, name)
         old = _nonce_in(self.storage)
         marker = f"{_WRITING}{old}-{self._nonce}-{self._owner}"
-        self.storage.put(marker, b"")
+        with self.storage.create(marker):
+            pass
         self._save = _Save(old, self._nonce, self._owner, marker)
 
     def finish(self, manifest: Manifest, metadata: bytes) -> None:
         """Make it the checkpoint."""
-        assert self._save is not None, "it has begun"
         self.storage.put(f"{self._nonce}{METADATA}", metadata)
-        if not has(self.storage, self._save.marker) or _nonce_in(self.storage) != self._save.old:
-            where = (
-                f"'{self.storage.path}'" if isinstance(self.storage, LocalDirectory) else f"what is in {self.storage}"
-            )
-            raise ShardError(f"checkpoint.save: another save, or removal, has replaced {where} meanwhile")
-        self.storage.put(NAME, manifest.text().encode(errors="surrogatepass"))
+        self.storage.put(NAME, manifest.text().encode(errors="surrogatepass"), self._require_same)
         with suppress(FileNotFoundError):  # another save or removal may come in between, and do the rest
+            assert self._save is not None
             _end_replacement(self.storage, self._save)
+
+    def _require_same(self) -> None:
+        """What is replaced is what was there; its files may be gone by now, or be another save's."""
+        save = self._save
+        if save is None or not has(self.storage, save.marker) or _nonce_in(self.storage) != save.old:
+            raise ShardError(f"checkpoint.save: another save, or removal, has replaced {self.storage} meanwhile")
 
     def abandon(self) -> None:
         """Take away what was written, unless it is the checkpoint by now."""
@@ -194,18 +196,26 @@ def _end_replacement(storage: Storage, save: _Save) -> None:
     names = [*storage.names()]
     others = {nonce for x in _saves(storage) if x.marker != save.marker for nonce in (x.old, x.new)}
     nonce = _nonce_in(storage)
-    for_torch = f"{nonce}{METADATA}"
-    with suppress(FileNotFoundError):
-        data = bytearray(storage.size(for_torch))
-        storage.read(for_torch, memoryview(data), 0)
-        storage.put(METADATA, bytes(data))
-        storage.remove(for_torch)
     kept = (others - {save.old}) | {nonce}  # what was replaced may have ended, but for its file for torch
     for name in names:
         if (whose := _OF_SAVE.fullmatch(name)) and whose[1] not in kept:
             with suppress(FileNotFoundError):
                 storage.remove(name)
+    if save.new == nonce:
+        with suppress(FileNotFoundError):
+            _move(storage, f"{nonce}{METADATA}", METADATA)
     _remove(storage, save.marker)
+
+
+def _move(storage: Storage, name: str, to: str) -> None:
+    """Give a small file another name."""
+    if isinstance(storage, LocalDirectory):
+        (storage.path / name).replace(storage.path / to)
+        return
+    data = bytearray(storage.size(name))
+    storage.read(name, memoryview(data), 0)
+    storage.put(to, bytes(data))
+    storage.remove(name)
 
 
 def _remove(storage: Storage, prefix: str) -> None:

@@ -151,7 +151,9 @@ class _Save:
             raise with_space(error, self._commit.storage) from error
 
     def begin(self, _: list[Any]) -> None:
-        """The first rank makes a place for files."""
+        """The first rank makes a place for files, or each one its own."""
+        if self._commit.of_each_rank and isinstance(place := self._commit.storage, LocalDirectory):
+            place.path.mkdir(parents=True, exist_ok=True)
         if self._is_first:
             self._commit.begin()
 

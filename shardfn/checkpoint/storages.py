@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -34,8 +34,11 @@ class Storage(Protocol):
         """A new file, in a `with`: `write` takes bytes, and at the end of the `with` it is stored."""
         ...
 
-    def put(self, name: str, data: bytes) -> None:
-        """A small file, which may replace one: who reads it finds all of the old or all of the new one."""
+    def put(self, name: str, data: bytes, check: Callable[[], None] | None = None) -> None:
+        """A small file, which may replace one: who reads it finds all of the old or all of the new one.
+
+        `check` is called right before, and may raise.
+        """
         ...
 
     def read(self, name: str, data: memoryview, at: int) -> None:
@@ -83,18 +86,24 @@ class LocalDirectory:
 
     def create(self, name: str) -> DiskFile:
         """A new file."""
-        self.path.mkdir(parents=True, exist_ok=True)
         return DiskFile(str(self.path / name))
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes, check: Callable[[], None] | None = None) -> None:
         """A small file, by a temporary name."""
-        written = self.path / f"{NEW}{owner()}"
+        written = self.path / f"{NEW}{name}-{owner()}"
         written.unlink(missing_ok=True)
-        with self.create(written.name) as file:
-            file.write(data)
-        sync(self.path)
-        written.replace(self.path / name)
-        sync(self.path)
+        try:
+            with self.create(written.name) as file:
+                file.write(data)
+            sync(self.path)
+            if check is not None:
+                check()
+            written.replace(self.path / name)
+        except Exception:
+            written.unlink(missing_ok=True)
+            raise
+        with suppress(FileNotFoundError):  # all of it may have been taken away by now
+            sync(self.path)
 
     def read(self, name: str, data: memoryview, at: int) -> None:
         """Fill `data`."""

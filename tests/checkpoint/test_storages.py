@@ -3,7 +3,7 @@
 import io
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,10 @@ class Objects:
         yield sent
         self.put(name, sent.getvalue())
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes, check: Callable[[], None] | None = None) -> None:
         self._operation()
+        if check is not None:
+            check()
         part = self._directory.with_name(f"{self._directory.name}-{os.getpid()}")
         part.write_bytes(data)
         part.replace(self._directory / name)
@@ -178,6 +180,7 @@ def test_ranks_that_have_other_saves_are_an_error(tmp_path: Path) -> None:
 def test_a_link_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "outside").write_bytes(b"x" * 10)
     local = sf.checkpoint.LocalDirectory(tmp_path / "step")
+    local.path.mkdir()
     local.put("manifest.json", b"{}")
     (tmp_path / "step" / "link").symlink_to(tmp_path / "outside")
     assert not storages.has(local, "link") and storages.has(local, "manifest.json")

@@ -166,7 +166,7 @@ def killed_asynchronous(contender: Contender, seed: int) -> Result:
 
         return in_each(row, contender, seed)
 
-    return worst([of(victim, point) for victim in (0, 1) for point in contender.asynchronous_points])
+    return worst([of(victim, point) for victim in (0, 1) for point in contender.dies_at(victim)])
 
 
 def load_newest(rank: Rank, bench: Bench, victim: int) -> None:

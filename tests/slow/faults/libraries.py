@@ -62,7 +62,6 @@ class Contender:
     name = ""
     overwrites = False  # there is one directory
     variant = ""
-    asynchronous_points: tuple[str, ...] = ("returned", "mid data")  # where one dies in a save that is under way
     data, manifest = r"\.distcp$", r"\.metadata(\.tmp)?$"
     points: Mapping[str, Point]
     others: tuple[str, ...] = ()  # patterns of files that are written besides
@@ -93,6 +92,10 @@ class Contender:
     def has_async(self) -> bool:
         """Whether it saves while training goes on."""
         return True
+
+    def dies_at(self, victim: int) -> tuple[str, ...]:
+        """Where a rank dies in a save that is under way."""
+        return ("returned", "mid data")
 
     def save_async(self, folder: Path, step: int, state: Any) -> Any:
         """Begin to save it; what is returned is waited for by `wait` or `result`."""
@@ -140,13 +143,17 @@ def _split(name: str, x: Any, mesh: DeviceMesh) -> Any:
 class Shardfn(Contender):
     """sf.checkpoint, by new names, or over what is there."""
 
-    name, manifest = "shardfn", r"\.json$"
+    name, manifest = "shardfn", r"manifest\.json(-[^-]*)?$"
 
     def __init__(self, variant: str = "new") -> None:
         self.variant = variant
         name = r"step-\d+$" if variant == "new" else r"manifest\.json$"
         self.points = _points(self.data, self.manifest, name)
-        self.others = (r"\.metadata$",)
+        self.others = (r"\.metadata(-[^-]*)?$",)
+
+    def dies_at(self, victim: int) -> tuple[str, ...]:
+        """What writes data is another process; a thread of the first rank writes the manifest."""
+        return ("returned", *(["mid manifest", "before rename", "renamed"] if victim == 0 else []))
 
     def path(self, folder: Path, step: int) -> Path:
         return folder / ("step-00000001" if self.variant == "replace" else f"step-{step:08d}")
@@ -239,7 +246,11 @@ class TorchCheckpointing(Contender):
     """torch_checkpointing 0.1.1."""
 
     name = "torch_checkpointing"
-    asynchronous_points = ("returned",)  # what writes is another process
+
+    def dies_at(self, victim: int) -> tuple[str, ...]:
+        """What writes is another process."""
+        return ("returned",)
+
     data, manifest = r"\.pt$", r"metadata\.pkl$"
     points = MappingProxyType(
         _points(data, manifest, r"step-\d+$")
