@@ -4,25 +4,18 @@ Each part of a leaf is written by one rank: along axes that do not split it, tha
 says, so that whole leaves are spread over the ranks.
 """
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardfn._torch import unwrap_local
-from shardfn.layout import Axes, Box, Grid, Layout, Leaf, local_boxes, narrowed, nested_chunk, per_rank
+from shardfn.layout import Axes, Box, Grid, Layout, Leaf, in_turn, local_boxes, narrowed, nested_chunk, per_rank
 
 
 def is_written_here(name: str, splits: Sequence[str], sizes: Axes, coords: Axes) -> bool:
     """Whether this rank writes what all ranks have that are elsewhere along other axes than `splits` only."""
-    number = zlib.crc32(name.encode())
-    for axis, size in sizes.items():
-        if axis not in splits:
-            number, place = divmod(number, size)
-            if coords[axis] != place:
-                return False
-    return True
+    return in_turn(name, sizes, {axis: coords[axis] for axis in splits}) == coords
 
 
 def stored_parts(

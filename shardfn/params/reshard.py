@@ -7,12 +7,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import innermost_value, unwrap_local, wrap_local
-from shardfn.comm import collectives, empty_shards, in_layout, leaf_spec
+from shardfn._torch import has_no_memory, innermost_value, unwrap_local, wrap_local
+from shardfn.comm import agree, collectives, empty_shards, in_layout, leaf_spec
 from shardfn.layout import Layout, Plan, Policy, axes_of, compute_view, decide, grid_of, is_batch_axis, replace_units
 from shardfn.notation import ShardError, Spec, parse, unknown_axes
+from shardfn.params import sharding
 from shardfn.params.initialize import NewTree
-from shardfn.params.sharding import MAX_BUCKET_BYTES, gather_groups, require_params, require_reduced, selected_layouts
+from shardfn.params.moving import move
 from shardfn.params.tree import Params
 
 Step = tuple[Any, ...]  # a collective, the axis, and the dims that it takes
@@ -43,28 +44,23 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
         a new tree, or this rank's part of the tensor in the new layout.
 
     Raises:
-        ShardError: the layout does not fit, or the meshes have other ranks; a tree that belongs to a transform.
+        ShardError: the layout does not fit, the meshes have other ranks, or ranks ask for different ones, on every rank
+            before anything is sent; a tree that belongs to a transform.
 
-    Communication: parameters whose layout changes are gathered in buckets of at most 64 MiB and cut again; in a
-    backward so are their gradients.
+    Communication: for a tree one small exchange, then messages from rank to rank: each receives the slices that it
+    lacks, and holds its old shards, its new ones and at most 16 MiB besides. In a backward its gradients travel so. In
+    `sf.jit`, parameters whose layout changes are gathered in buckets of at most 64 MiB and cut again.
     """
     if isinstance(to, str):
         return _relayout(x, to, mesh)
-    tree = require_params("reshard", x)
+    tree = sharding.require_params("reshard", x)
     if any(innermost_value(leaf) is not leaf for leaf in tree.values()):
         raise _reshards_in_transform()
     if isinstance(to, DeviceMesh):
         to, mesh = tree.plan.policy, to
     mesh = mesh if mesh is not None else tree.mesh
-    plan = _target_plan(tree, to, mesh)
-    if mesh is not tree.mesh:
-        a, b = (sorted(each.mesh.flatten().tolist()) for each in (tree.mesh, mesh))
-        if a != b:
-            raise ShardError(f"reshard: the meshes have other ranks: {a} and {b}; save and load a checkpoint instead")
-    for name, leaf in tree.items():
-        require_reduced("reshard", name, leaf)
-    plan = plan.with_reduction(tree.plan.reduction or "mean")
-    layouts = (plan.layouts[old.name] for old in selected_layouts(tree, None))
+    plan = _agreed(tree, to, mesh).with_reduction(tree.plan.reduction or "mean")
+    layouts = (plan.layouts[old.name] for old in sharding.selected_layouts(tree, None))
     before = _Stored(tuple(tree), tree.plan, tree.mesh)
     after = _Stored(tuple(leaf.name for layout in layouts for leaf in layout.leaves), plan, mesh)
     leaves = _Resharded.apply(before, after, *tree.values())
@@ -74,6 +70,26 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
 def _reshards_in_transform() -> ShardError:
     instead = "reshard it before, and pass the result to the transform"
     return ShardError(f"reshard: a transform goes on, in which a tree cannot change its layout; {instead}")
+
+
+def _agreed(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:
+    """The plan to go by, which all ranks have made, of trees that are alike."""
+    facts = list[str]()
+    try:
+        plan: Plan | Exception = _target_plan(tree, to, mesh)
+        if mesh is not tree.mesh:
+            a, b = (sorted(each.mesh.flatten().tolist()) for each in (tree.mesh, mesh))
+            if a != b:
+                why = f"the meshes have other ranks: {a} and {b}"
+                raise ShardError(f"reshard: {why}; save and load a checkpoint instead")
+        facts = [f"to {axes_of(mesh)} over ranks {grid_of(mesh, plan.roles.storage).ranks}"]
+        facts += sharding.facts_of("reshard", tree, tree)
+    except Exception as error:  # the other ranks must hear of it before it is raised
+        plan = error
+    if not has_no_memory() or isinstance(plan, Exception):
+        agree(tree.mesh, plan, facts, "reshard")
+    assert isinstance(plan, Plan)
+    return plan
 
 
 class _Stored(NamedTuple):
@@ -122,18 +138,22 @@ def _moved(tree: Params, plan: Plan, mesh: DeviceMesh) -> Params:
     """The same values as a plan stores them on a mesh, in new memory."""
     grid = grid_of(mesh, plan.roles.storage)
     stays = grid_of(tree.mesh, tree.plan.roles.storage).storage == grid.storage
-    pairs = [(layout, plan.layouts[layout.name]) for layout in selected_layouts(tree, None)]
+    pairs = [(layout, plan.layouts[layout.name]) for layout in sharding.selected_layouts(tree, None)]
     dtypes = {leaf.name: tree[old.leaves[0].name].dtype for old, new in pairs for leaf in new.leaves}
     moved = NewTree(plan, mesh, grid, empty_shards(plan, grid, dtypes), tree.buffers)
-    changed: list[Layout] = []
+    changed: dict[str, Layout] = {}
     for old, new in pairs:
         if stays and old.stored_as(new):
             for leaf in old.leaves:
                 moved.shards[leaf.name].copy_(unwrap_local(tree[leaf.name]))
         else:
-            changed.append(old)
-    for layout, wholes in gather_groups(tree, changed, MAX_BUCKET_BYTES):
-        moved.cut(plan.layouts[layout.name], compute_view(layout, wholes))
+            changed[old.name] = new
+    if has_no_memory():
+        old_layouts = [tree.plan.layouts[name] for name in changed]
+        for layout, wholes in sharding.gather_groups(tree, old_layouts, sharding.MAX_BUCKET_BYTES):
+            moved.cut(changed[layout.name], compute_view(layout, wholes))
+    else:
+        move(tree, changed, grid, moved.shards)
     return moved.wrapped()
 
 
