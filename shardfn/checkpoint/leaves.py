@@ -6,7 +6,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -190,8 +189,6 @@ def restored(manifest: Manifest, reader: VerifiedReader, name: str, like: Any) -
     """A leaf of the checkpoint, as the one that it is like."""
 
     def read(stored: str, boxes: Sequence[tuple[Box, Box]], out: Tensor) -> None:
-        if sum(prod(n for _, n in here) for _, here in boxes) < out.numel():
-            out.zero_()  # where it is padded
         for box, here in boxes:
             reader.read_leaf(manifest.leaves[stored], box, narrowed(out, here))
 

@@ -7,7 +7,6 @@ so that it never has more than one whole.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property, partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +168,7 @@ class _Files:
         first, *others = self.held[name]
         self._assemble(first, boxes, out)
         for other in others:
-            again = torch.empty_like(out)
+            again = torch.zeros_like(out)
             self._assemble(other, boxes, again)
             if not torch.equal(out.view(-1).view(torch.uint8), again.view(-1).view(torch.uint8)):
                 names = " and ".join(f"'{x.pieces[0].source}'" for x in (first, other))
@@ -177,9 +176,7 @@ class _Files:
                 raise ShardError(f"{why}. Make the model without that tie, or leave one out of the files.")
 
     def _assemble(self, made_of: Patchwork, boxes: Sequence[tuple[Box, Box]], out: Tensor) -> None:
-        """Read what lies in boxes of a tensor to their places in `out`; zeros elsewhere, where it is padded."""
-        if sum(prod(n for _, n in local) for _, local in boxes) < out.numel():
-            out.zero_()
+        """Read what lies in boxes of a tensor to their places in `out`."""
         for box, local in boxes:
             place = narrowed(out, local)
             for part in filter(None, (piece.within(box) for piece in made_of.pieces)):

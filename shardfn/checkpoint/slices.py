@@ -36,6 +36,8 @@ def fill(
 
     def filled(coords: Axes, shards: Sequence[Tensor]) -> list[Tensor]:
         out = shards[0].contiguous()  # the shard itself, if it is
+        if leaf.shape != leaf.extent:
+            out.zero_()  # where it is padded
         read(list(local_boxes(layout, leaf, grid.sizes, coords)), out.view(leaf.merged(out.shape)))
         return [out]
 

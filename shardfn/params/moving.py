@@ -22,22 +22,19 @@ def move(tree: Params, layouts: Mapping[str, Layout], grid: Grid, shards: Mappin
 
     Communication: each rank receives what it lacks, and holds 16 MiB besides.
     """
-    leaves = {leaf.name: leaf for layout in layouts.values() for leaf in layout.leaves}
-    copies: list[tuple[Tensor, Tensor]] = []
+    outs = dict[str, Tensor]()
+    for leaf in (leaf for layout in layouts.values() for leaf in layout.leaves):
+        shard = shards[leaf.name].zero_() if leaf.shape != leaf.extent else shards[leaf.name]
+        outs[leaf.name] = shard if set(leaf.merges) <= {1} else shard.contiguous()  # the shard itself, if it is
 
-    @cache
-    def merged(name: str, rank: int) -> Tensor:
-        own = part_of_rank(shards[name], rank)
-        out = own.contiguous()  # the shard itself, if it is
-        copies.extend([(own, out)] * (out is not own))
-        return out.view(leaves[name].merged(out.shape))
+    def place(part: Slice) -> Tensor:
+        out = part_of_rank(outs[part.into.name], part.target)
+        return narrowed(out.view(part.into.merged(out.shape)), part.here)
 
-    for name, leaf in leaves.items():
-        if leaf.shape != leaf.extent:
-            shards[name].zero_()
-    _move(tree, layouts, grid, lambda part: narrowed(merged(part.into.name, part.target), part.here), {})
-    for own, out in copies:
-        own.copy_(out)
+    _move(tree, layouts, grid, place, {})
+    for name, out in outs.items():
+        if out is not shards[name]:
+            shards[name].copy_(out)
 
 
 def collect(tree: Params, dtypes: Mapping[str, torch.dtype], rank: int, wholes: Mapping[str, Tensor]) -> None:
