@@ -11,7 +11,8 @@ holds 16 MiB besides what it was given.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -63,21 +64,26 @@ def exchange_slices(
             step = (places[rank] - places[dist.get_rank()]) * (1 if outgoing else -1) % len(places)
             for number, parcel in enumerate(portions(row, lambda x: x.nbytes, PARCEL)):
                 turns[step, number].append((outgoing, rank, parcel))
+    largest = max((sum(x.nbytes for x in row) for turn in turns.values() for _, _, row in turn), default=0)
+    take, spare = partial(torch.empty, largest, dtype=torch.uint8, device=by), list[Tensor]()
     under_way = deque[AsyncCollective]()
     for turn in sorted(turns):
         if len(under_way) == _UNDER_WAY:
             under_way.popleft().finish()
-        under_way.append(AsyncCollective(_deliver(turns[turn], by, at_once)))
+        under_way.append(AsyncCollective(_deliver(turns[turn], take, spare, at_once)))
     for parcels in under_way:
         parcels.finish()
 
 
-def _deliver(parcels: list[tuple[bool, int, list[Shipment]]], device: torch.device, at_once: bool) -> Steps:
-    """One parcel out, one in, or both."""
-    ops, arriving = list[dist.P2POp](), list[tuple[Tensor, Tensor]]()
+def _deliver(
+    parcels: list[tuple[bool, int, list[Shipment]]], take: Callable[[], Tensor], spare: list[Tensor], at_once: bool
+) -> Steps:
+    """One parcel out, one in, or both, in memory that is spare: an allocator keeps what each would take."""
+    ops, arriving, flats = list[dist.P2POp](), list[tuple[Tensor, Tensor]](), list[Tensor]()
     for outgoing, rank, shipments in sorted(parcels, key=lambda x: x[0] == (x[1] < dist.get_rank())):  # up, then down
         sizes = [each.nbytes for each in shipments]
-        data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        flats.append(spare.pop() if spare else take())
+        data = flats[-1][: sum(sizes)]
         for part, (_, view, dtype) in zip(data.split(sizes), shipments, strict=True):
             value = part.view(dtype).view(view.shape)
             if outgoing:
@@ -88,4 +94,5 @@ def _deliver(parcels: list[tuple[bool, int, list[Shipment]]], device: torch.devi
     yield dist.batch_isend_irecv(ops) if at_once else [op.op(op.tensor, op.peer) for op in ops]
     for value, view in arriving:
         view.copy_(value)
+    spare.extend(flats)
     return []
