@@ -28,7 +28,7 @@ SHAPES = {
     "col": ((3, 10), torch.float8_e4m3fn),
     "vocab": ((5, 3), torch.float64),
     "both": ((9,), torch.int16),
-    "heads": ((24, 2), torch.complex128),
+    "heads": ((24, 3), torch.complex128),
     "empty": ((4, 0), torch.bool),
     "one": ((), torch.float16),
 }
@@ -38,7 +38,7 @@ RULES = {
     "col": "_ _@fsdp",
     "vocab": "vocab@tp _@fsdp",
     "both": "n@tp@fsdp",
-    "heads": "(3 h@tp d) _",
+    "heads": "(3 h@tp d) _@fsdp",
 }
 A = sf.Policy(rules=RULES, sizes={"kv": 2, "h": 4, "d": 2}, pad={"vocab": 4, "n": 2}, compute={"**": whole_forward})
 B = sf.Policy()
@@ -115,10 +115,15 @@ def test_a_rank_receives_what_it_lacks_and_nothing_else(parcel: int) -> None:
 
 def first_has_all(case: Case) -> None:
     params, is_first = sf.shard(case.model(), case.layouts[0].mesh(), case.layouts[0].policy()), dist.get_rank() == 0
+    own = 0
     for dtype in (None, torch.bfloat16, torch.float64):
         want = sf.gather(params, dtype=dtype)
         first, nbytes = received(lambda dtype=dtype: sf.gather(params, to="rank0", dtype=dtype))
+        own = nbytes if dtype is None else own
         assert list(first) == list(want) * is_first and (is_first or not nbytes)
+        assert nbytes == own or (nbytes < own and dtype == torch.bfloat16), "what is narrower travels"
+        wide = own and dtype == torch.bfloat16 and {"float32", "float64"}.issuperset(case.dtypes)
+        assert nbytes < own or not wide
         for name, value in first.items():
             assert_same_bits(value, want[name], name)
             assert value.untyped_storage().nbytes() == value.nbytes
