@@ -1,10 +1,10 @@
 """Checkpoints: `save`, `load`, `verify`, `latest`, `notes`; files of other libraries: `load_safetensors` and its pair.
 
 Read `saves` and `directories` (all ranks save and load together; `Trainer` only picks the directory), `leaves` (what a
-tree has, by names), `slices` (which rank has, and writes, what part of it), `manifest` (what a checkpoint has),
-`commits` (how it comes into being), `hashed_files` (tensors, and their hashes), `block_writer` (bytes, also by a
-process that does nothing else), `storages` (where they are) and `background` (saves while the training goes on). Then
-`safetensors` (weights of published models), `stored_names` (what the tensors of a model are called in them) and
+tree has, by names, and which rank has what part of it), `manifest` (what a checkpoint has), `commits` (how it comes
+into being), `hashed_files` (tensors, and their hashes), `block_writer` (bytes, also by a process that does nothing
+else), `storages` (where they are) and `background` (saves while the training goes on). Then `dcp` (torch's own
+functions with ours), `safetensors` (weights of published models), `stored_names` (what tensors are called in them) and
 `tensor_files`. Not here: the states of torch's objects, see `stateful`.
 """
 

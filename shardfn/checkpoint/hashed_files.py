@@ -19,7 +19,7 @@ from shardfn.checkpoint.commits import METADATA, is_being_replaced, strangers
 from shardfn.checkpoint.manifest import Damaged, HashedFile, Manifest, StoredLeaf
 from shardfn.checkpoint.storages import Storage, file_of
 from shardfn.checkpoint.tensor_files import Reader, Stored
-from shardfn.layout import Box, narrowed
+from shardfn.layout import Box, as_runs, narrowed, overlaps
 from shardfn.notation import ShardError
 
 _NUMBERS = b"archive/data/0"  # how torch.save calls the part of its file in which the numbers of a tensor are
@@ -153,12 +153,8 @@ class VerifiedReader(Reader):
             Damaged: a block is damaged.
         """
         for part in leaf.parts:
-            both = [(max(a, b), min(a + m, b + n)) for (a, m), (b, n) in zip(box, part.box, strict=True)]
-            if all(start < end for start, end in both):
-                size = tuple(n for _, n in part.box)
-                there = tuple((s - a, e - s) for (s, e), (a, _) in zip(both, part.box, strict=True))
-                here = tuple((s - a, e - s) for (s, e), (a, _) in zip(both, box, strict=True))
-                stored = Stored(Path(part.file), size, leaf.dtype, part.at)
+            for _, here, there in overlaps(as_runs(box), as_runs(part.box)):
+                stored = Stored(Path(part.file), tuple(n for _, n in part.box), leaf.dtype, part.at)
                 self.read_from(stored, there, narrowed(out, here))
 
     def _pread(self, file: Path, data: memoryview, at: int) -> None:

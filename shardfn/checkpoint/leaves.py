@@ -1,27 +1,40 @@
 """What is in a tree that is saved or loaded, by names: which boxes of which tensor this rank writes, and reads.
 
 {"params": Params, "step": 3, "plain": [x]}   ->   params.layers.0.weight   step   plain.0
+
+Each part of a leaf is written by one rank: along axes that do not split it, that one whose place a hash of its name
+says, so that whole leaves are spread over the ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardfn._torch import pytree, unwrap_local, unwrap_locals, with_local, with_locals
-from shardfn.checkpoint import slices
 from shardfn.checkpoint.hashed_files import VerifiedReader, hash_of
 from shardfn.checkpoint.manifest import Manifest
 from shardfn.checkpoint.tensor_files import Described
 from shardfn.comm import flat_memory
-from shardfn.layout import Box, Layout, grid_of, narrowed
+from shardfn.layout import (
+    Axes,
+    Box,
+    Grid,
+    Layout,
+    Leaf,
+    grid_of,
+    in_turn,
+    local_boxes,
+    narrowed,
+    nested_chunk,
+    per_rank,
+)
 from shardfn.notation import ShardError
 from shardfn.params import Params, is_tree, path_name, sharding
 
@@ -98,10 +111,10 @@ def to_save(tree: Any) -> list[SavedLeaf]:
             leaves += _of_tree(name, value)
         elif isinstance(value, DTensor):
             sharding.require_reduced("checkpoint", name, value)
-            box, splits = slices.box_of(value)
+            box, splits = _box_of(value)
             axes = {str(dim): size for dim, size in enumerate(value.device_mesh.shape)}
             places = dict(zip(axes, value.device_mesh.get_coordinate() or (), strict=True))
-            here = slices.is_written_here(name, [str(dim) for dim in splits], axes, places)
+            here = _is_written_here(name, [str(dim) for dim in splits], axes, places)
             parts = [(box, local)] if here and (local := unwrap_local(value)).numel() else []
             leaves.append(SavedLeaf((name,), tuple(value.shape), value.dtype, "DTensor", parts))
         elif value is not ...:
@@ -120,7 +133,7 @@ def _of_tree(prefix: str, tree: Params) -> Iterator[SavedLeaf]:
         shards = {leaf.name: tree[leaf.name] for leaf in layout.leaves}
         for name, shard in shards.items():
             sharding.require_reduced("checkpoint", name, shard)
-        parts = [*slices.stored_parts(layout, shards, grid.sizes, grid.coords)]
+        parts = [*_stored_parts(layout, shards, grid.sizes, grid.coords)]
         yield SavedLeaf(names, layout.shape, next(iter(shards.values())).dtype, "a parameter", parts)
 
 
@@ -209,8 +222,6 @@ def restored(manifest: Manifest, reader: VerifiedReader, name: str, like: Any) -
     """A leaf of the checkpoint, as the one that it is like."""
 
     def read(stored: str, boxes: Sequence[tuple[Box, Box]], out: Tensor) -> None:
-        if sum(prod(n for _, n in here) for _, here in boxes) < out.numel():
-            out.zero_()  # where it is padded
         for box, here in boxes:
             reader.read_leaf(manifest.leaves[stored], box, narrowed(out, here))
 
@@ -220,7 +231,7 @@ def restored(manifest: Manifest, reader: VerifiedReader, name: str, like: Any) -
             for leaf in layout.leaves:
                 local = unwrap_local(new[leaf.name])
                 if names[0] in manifest.leaves:
-                    slices.fill(layout, leaf, grid, local, partial(read, names[0]))
+                    fill(layout, leaf, grid, local, partial(read, names[0]))
                 else:
                     local.copy_(unwrap_local(like[leaf.name]))
         return new
@@ -231,7 +242,7 @@ def restored(manifest: Manifest, reader: VerifiedReader, name: str, like: Any) -
         return like
     new = _emptied(like) if isinstance(like, Tensor) else torch.empty((), dtype=_dtype_of(like))
     local = unwrap_local(new)
-    box = slices.box_of(like)[0] if isinstance(like, DTensor) else tuple((0, n) for n in new.shape)
+    box = _box_of(like)[0] if isinstance(like, DTensor) else tuple((0, n) for n in new.shape)
     read(name, [(box, tuple((0, n) for n in local.shape))], local)
     return new if isinstance(like, Tensor) else type(like)(new.item())
 
@@ -246,3 +257,46 @@ def _emptied(leaf: Any) -> Any:
 
 def _empty(x: Tensor) -> Tensor:
     return torch.empty_like(x, pin_memory=torch.cuda.is_available() and x.is_pinned())
+
+
+def _is_written_here(name: str, splits: Sequence[str], sizes: Axes, coords: Axes) -> bool:
+    """Whether this rank writes what all ranks have that are elsewhere along other axes than `splits` only."""
+    return in_turn(name, sizes, {axis: coords[axis] for axis in splits}) == coords
+
+
+def _stored_parts(
+    layout: Layout, shards: Mapping[str, Tensor], sizes: Axes, coords: Axes
+) -> Iterator[tuple[Box, Tensor]]:
+    """(box of the model's tensor, its values) of all that this rank writes of a parameter."""
+    for leaf in layout.leaves:
+        if _is_written_here(leaf.name, leaf.axes, sizes, coords):
+            local = unwrap_local(shards[leaf.name])
+            merged = local.reshape(leaf.merged(local.shape))
+            yield from ((box, narrowed(merged, here)) for box, here in local_boxes(layout, leaf, sizes, coords))
+
+
+def fill(
+    layout: Layout, leaf: Leaf, grid: Grid, local: Tensor, read: Callable[[Sequence[tuple[Box, Box]], Tensor], None]
+) -> None:
+    """Fill this rank's part of a leaf by `read`, of (box in the model's tensor, in the merged shard), and the shard."""
+
+    def filled(coords: Axes, shards: Sequence[Tensor]) -> list[Tensor]:
+        out = shards[0].contiguous()  # the shard itself, if it is
+        if leaf.shape != leaf.extent:
+            out.zero_()  # where it is padded
+        read(list(local_boxes(layout, leaf, grid.sizes, coords)), out.view(leaf.merged(out.shape)))
+        return [out]
+
+    local.copy_(per_rank(grid, filled, [local])[0])
+
+
+def _box_of(x: DTensor) -> tuple[Box, tuple[int, ...]]:
+    """What this rank has of a DTensor, and the dims of its mesh that split it."""
+    mesh, coordinate = x.device_mesh, x.device_mesh.get_coordinate()
+    assert coordinate is not None, "all ranks of a mesh save together"
+    splits: list[list[tuple[int, int]]] = [[] for _ in x.shape]
+    for dim, placement in enumerate(x.placements):
+        if type(placement) is Shard:
+            splits[placement.dim % x.dim()].append((mesh.size(dim), coordinate[dim]))
+    box = tuple(nested_chunk(size, split) for size, split in zip(x.shape, splits, strict=True))
+    return box, tuple(dim for dim, placement in enumerate(x.placements) if not isinstance(placement, Replicate))

@@ -6,8 +6,7 @@ so that it never has more than one whole.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from functools import cached_property
-from math import prod
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn import layout
-from shardfn._torch import part_of_rank, unwrap_local
+from shardfn._torch import part_of_rank
 from shardfn.checkpoint import stored_names, tensor_files
+from shardfn.checkpoint.leaves import fill
 from shardfn.checkpoint.stored_names import Model, Names, Patchwork, Piece
-from shardfn.checkpoint.tensor_files import BLOCK_BYTES, AnyPath, Described, FilesPlan, TensorFiles, TensorWriter
+from shardfn.checkpoint.tensor_files import AnyPath, Described, FilesPlan, TensorFiles, TensorWriter
 from shardfn.comm import agree, empty_shards, failing_together
-from shardfn.layout import Box, Grid, Layout, Leaf, Plan, Policy, blocks, local_boxes, matches, narrowed, per_rank
+from shardfn.layout import Box, Layout, Plan, Policy, matches, narrowed
 from shardfn.notation import ShardError, did_you_mean, raise_problems
-from shardfn.params import NewTree, Origin, Params, agreed_plan, gather, require_reduced
+from shardfn.params import NewTree, Origin, Params, agreed_plan, moving, require_reduced
 
 
 def load_safetensors(
@@ -154,16 +154,7 @@ class _Files:
         tree.shards = empty_shards(tree.plan, tree.grid, dtypes if self.partial else None)
         for one in layouts:
             for leaf in one.leaves:
-                self._fill_leaf(one, leaf, tree.grid, tree.shards[leaf.name])
-
-    def _fill_leaf(self, layout: Layout, leaf: Leaf, grid: Grid, local: Tensor) -> None:
-        def read(coords: Mapping[str, int], shards: Sequence[Tensor]) -> list[Tensor]:
-            out = shards[0].contiguous()  # the shard itself, if it is
-            boxes = list(local_boxes(layout, leaf, grid.sizes, coords))
-            self._read(layout.name, boxes, out.view(leaf.merged(out.shape)))
-            return [out]
-
-        local.copy_(per_rank(grid, read, [local])[0])
+                fill(one, leaf, tree.grid, tree.shards[leaf.name], partial(self._read, one.name))
 
     def fill_buffers(self, tree: NewTree) -> None:
         """Read the buffers that are in the files."""
@@ -174,21 +165,19 @@ class _Files:
                 self._read(names[0], [(box, box)], value)
                 tree.buffers |= dict.fromkeys(names, value.to(tree.grid.device))
 
-    def _read(self, name: str, boxes: list[tuple[Box, Box]], out: Tensor) -> None:
+    def _read(self, name: str, boxes: Sequence[tuple[Box, Box]], out: Tensor) -> None:
         first, *others = self.held[name]
         self._assemble(first, boxes, out)
         for other in others:
-            again = torch.empty_like(out)
+            again = torch.zeros_like(out)
             self._assemble(other, boxes, again)
             if not torch.equal(out.view(-1).view(torch.uint8), again.view(-1).view(torch.uint8)):
                 names = " and ".join(f"'{x.pieces[0].source}'" for x in (first, other))
                 why = f"load_safetensors: the model ties '{name}', and the files have different values of it: {names}"
                 raise ShardError(f"{why}. Make the model without that tie, or leave one out of the files.")
 
-    def _assemble(self, made_of: Patchwork, boxes: list[tuple[Box, Box]], out: Tensor) -> None:
-        """Read what lies in boxes of a tensor to their places in `out`; zeros elsewhere, where it is padded."""
-        if sum(prod(n for _, n in local) for _, local in boxes) < out.numel():
-            out.zero_()
+    def _assemble(self, made_of: Patchwork, boxes: Sequence[tuple[Box, Box]], out: Tensor) -> None:
+        """Read what lies in boxes of a tensor to their places in `out`."""
         for box, local in boxes:
             place = narrowed(out, local)
             for part in filter(None, (piece.within(box) for piece in made_of.pieces)):
@@ -248,7 +237,7 @@ def save_safetensors(
             write, on the others too.
         OSError: what the first rank cannot write, there.
 
-    Communication: every parameter to the first rank, 4 MiB at a time, and one small exchange each.
+    Communication: every parameter to the first rank, which receives what it lacks, and one small exchange each.
     """
     if not isinstance(params, Params):
         raise TypeError(f"save_safetensors: expected a tree made by shard, got {type(params).__name__}")
@@ -359,11 +348,6 @@ class _Export:
         sizes = [x.numel * self._dtype_of(x).itemsize for x in _held(self._params)]
         return torch.empty(max(sizes, default=0), dtype=torch.uint8)
 
-    @cached_property
-    def _parcel(self) -> Tensor:
-        """Memory for what is sent or received."""
-        return torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=self._places.device)
-
     def _dtype_of(self, layout: Layout) -> torch.dtype:
         return _written(self._params[layout.leaves[0].name].dtype, self._dtype)
 
@@ -385,38 +369,8 @@ class _Export:
 
     def collect(self, layout: Layout) -> Tensor | None:
         """A whole parameter on the first rank, in host memory."""
-        if not self._places.exchanges:
-            return self.as_written(gather(self._params, layout.name)[layout.name])
-        full = None
+        full, dtype = dict[str, Tensor](), self._dtype_of(layout)
         if self._is_first:
-            dtype = self._dtype_of(layout)
-            full = self._host[: layout.numel * dtype.itemsize].view(dtype).view(layout.shape)
-        for leaf in layout.leaves:
-            for owner in self._places.ranks:
-                coords = self._places.coords_of[owner]
-                if all(at == 0 or axis in leaf.axes for axis, at in coords.items()):  # others have the same parts
-                    self._move(leaf, owner, None if full is None else layout.part(leaf, full).view(leaf.extent))
-        return full
-
-    def _move(self, leaf: Leaf, owner: int, target: Tensor | None) -> None:
-        """What a rank has of a leaf, into the whole one of the first rank."""
-        local = unwrap_local(self._params[leaf.name]).detach()
-        dtype, me = _written(local.dtype, self._dtype), dist.get_rank()
-        ranges = leaf.local_range(self._places.sizes, self._places.coords_of[owner])
-        if me not in (owner, self._first):
-            return
-        for block in blocks([n for _, n in ranges], BLOCK_BYTES // dtype.itemsize):
-            size = [n for _, n in block]
-            data = self._parcel[: prod(size) * dtype.itemsize]
-            value = data.view(dtype).view(size)
-            if me == owner:
-                value.copy_(narrowed(local, block))
-            if target is None:
-                dist.send(data, self._first)
-                continue
-            if me != owner:
-                dist.recv(data, owner)
-            starts = [start + at for (start, _), (at, _) in zip(ranges, block, strict=True)]
-            inside = [max(0, min(n, e - s)) for (_, n), s, e in zip(block, starts, leaf.extent, strict=True)]
-            place = narrowed(target, tuple(zip(starts, inside, strict=True)))
-            place.copy_(narrowed(value, tuple((0, n) for n in inside)))
+            full[layout.name] = self._host[: layout.numel * dtype.itemsize].view(dtype).view(layout.shape)
+        moving.collect(self._params, {layout.name: dtype}, self._first, full)
+        return part_of_rank(full.get(layout.name), self._first)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfn._torch import init_of, names_left_out
-from shardfn.layout import Box, named_buffers, named_parameters
+from shardfn.layout import Box, as_runs, named_buffers, named_parameters, overlaps
 from shardfn.notation import ShardError
 
 Model = nn.Module | Mapping[str, Tensor]
@@ -47,15 +47,13 @@ class Piece:
 
     def within(self, box: Box) -> "Piece | None":
         """What of it lies in a box."""
-        here, there = list(self.here), list(self.there)
-        for dim, ((first, length), (start, size)) in enumerate(zip(box, self.here, strict=True)):
-            low, high = max(first, start), min(first + length, start + size)
-            if high <= low:
-                return None
-            here[dim] = low, high - low
-            if (at := self.dims[dim]) is not None:
-                there[at] = there[at][0] + low - start, high - low
-        return replace(self, there=tuple(there), here=tuple(here))
+        for here, inside, _ in overlaps(as_runs(self.here), as_runs(box)):
+            there = list(self.there)
+            for dim, (start, n) in zip(self.dims, inside, strict=True):
+                if dim is not None:
+                    there[dim] = there[dim][0] + start, n
+            return replace(self, there=tuple(there), here=here)
+        return None
 
     def moved(self, dim: int, by: int) -> "Piece":
         """The same part, further on along a dim."""

@@ -2,10 +2,11 @@
 
 Read `collectives` (over one mesh axis), `collective_autograd` (how they are differentiated) and `raw_collectives`
 (bytes over a process group). `buckets` gathers and reduces many parameters at once, `packing` copies them into one flat
-tensor, `flat_memory` has buffers that are used again. `gloo_messages` adds up small tensors fast, `agreement` compares
-what ranks are about to do. How gradients are reduced over data axes is here (`BucketOnGrid.reduce_steps`: a mean, a
-sum or a function of the user's, in `Policy.reduce_dtype`); `engine` decides when. Over compute axes that is the
-transpose of a `pvary`, in `collective_autograd`. Not here: who calls which collective.
+tensor, `flat_memory` has buffers that are used again. `slice_messages` sends slices of tensors from rank to rank.
+`gloo_messages` adds up small tensors fast, `agreement` compares what ranks are about to do. How gradients are reduced
+over data axes is here (`BucketOnGrid.reduce_steps`: a mean, a sum or a function of the user's, in
+`Policy.reduce_dtype`); `engine` decides when. Over compute axes that is the transpose of a `pvary`, in
+`collective_autograd`. Not here: who calls which collective.
 """
 
 from shardfn.comm import buckets, collectives, flat_memory
@@ -23,3 +24,4 @@ from shardfn.comm.flat_memory import BufferPool, Buffers, FreshBuffers, map_runs
 from shardfn.comm.packing import host_of
 from shardfn.comm.raw_collectives import Explain, AsyncCollective, Steps, accumulation_dtype, backend_of, gather_flat
 from shardfn.comm.raw_collectives import sum_flat_
+from shardfn.comm.slice_messages import Shipment, exchange_slices

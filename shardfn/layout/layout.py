@@ -34,6 +34,8 @@ from shardfn.notation import Spec
 
 Axes = Mapping[str, int]
 Box = tuple[tuple[int, int], ...]  # (start, length) of each dim
+Run = tuple[int, int, int]  # neighbouring elements of a dim: (start, length, start in a part)
+Along = Sequence[Sequence[Run]]  # the runs of each dim
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ def _pad(x: Tensor, shape: Sequence[int]) -> Tensor:
 # -- which part a rank has, in integers and as a `Part` ----------------------------------------------------------------
 
 
-def runs(extent: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+def runs(extent: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Iterator[Run]:
     """What a rank has of a dim that is made of factors, as runs of neighbouring elements, in order.
 
         >>> from shardfn.layout.layout import runs
@@ -276,18 +278,22 @@ def runs(extent: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Iterator[t
         yield (start * size, inside * size, 0)
 
 
+def along(layout: Layout, leaf: Leaf, sizes: Axes, coords: Axes) -> Along:
+    """What a rank has of a leaf, dim by dim of the model's tensor: runs, with starts in the leaf's merged part."""
+    ranges, out = leaf.local_range(sizes, coords), list[list[Run]]()
+    for dim in range(len(leaf.merges)):
+        factors = leaf.factors(dim)
+        before = layout.block(leaf)[0] if dim == layout.block_dim else 0
+        out.append([(start + before, n, local) for start, n, local in runs(leaf.extent[factors], ranges[factors])])
+    return out
+
+
 def local_boxes(layout: Layout, leaf: Leaf, sizes: Axes, coords: Axes) -> Iterator[tuple[Box, Box]]:
     """(box in the model's tensor, the same in this rank's part of a leaf once its factors are merged) for all of it.
 
     What lies beyond the true extent of a padded leaf is in no box.
     """
-    ranges = leaf.local_range(sizes, coords)
-    along = []
-    for dim in range(len(leaf.merges)):
-        factors = leaf.factors(dim)
-        before = layout.block(leaf)[0] if dim == layout.block_dim else 0
-        along.append([(start + before, n, local) for start, n, local in runs(leaf.extent[factors], ranges[factors])])
-    for chosen in product(*along):
+    for chosen in product(*along(layout, leaf, sizes, coords)):
         yield tuple((start, n) for start, n, _ in chosen), tuple((local, n) for _, n, local in chosen)
 
 

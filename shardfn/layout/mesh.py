@@ -221,8 +221,22 @@ def axes_of(mesh: DeviceMesh | MeshSpec) -> dict[str, int]:
     return {name: mesh.size(i) for i, name in enumerate(names)}
 
 
-@dataclass(frozen=True, eq=False)
-class Grid:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Ranks:
+    """Ranks in a grid of axes of some sizes."""
+
+    sizes: dict[str, int]
+    ranks: tuple[int, ...] = field(repr=False)  # their global numbers, in the order of the axes
+
+    @cached_property
+    def coords_of(self) -> dict[int, dict[str, int]]:
+        """Where each global rank is."""
+        pairs = zip(self.ranks, product(*map(range, self.sizes.values())), strict=True)
+        return {rank: dict(zip(self.sizes, place, strict=True)) for rank, place in pairs}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Grid(Ranks):
     """A user's mesh as shards see it: the storage mesh, one process group and one coordinate an axis.
 
     On a `pure` one tensors have no memory of their own, since they are recorded (`sf.jit`) or those of all ranks at
@@ -231,10 +245,8 @@ class Grid:
 
     mesh: DeviceMesh
     storage: DeviceMesh
-    sizes: dict[str, int]
     coords: dict[str, int]
     groups: dict[str, ProcessGroup] = field(repr=False)
-    ranks: tuple[int, ...] = field(repr=False)  # their global numbers, in the user's order
     pure: bool = False
 
     @cached_property
@@ -246,12 +258,6 @@ class Grid:
     def exchanges(self) -> bool:
         """Whether there are other processes to compare notes with, now."""
         return len(self.ranks) > 1 and not self.pure
-
-    @cached_property
-    def coords_of(self) -> dict[int, dict[str, int]]:
-        """Where each global rank is."""
-        pairs = zip(self.ranks, product(*map(range, self.sizes.values())), strict=True)
-        return {rank: dict(zip(self.sizes, place, strict=True)) for rank, place in pairs}
 
 
 def per_rank(places: Grid, fn: Callable[..., Sequence[Tensor]], values: Sequence[Any]) -> list[Tensor]:
@@ -319,13 +325,13 @@ def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
             raise ShardError(f"{why} group by rank, so that shards would be mixed up. Sort the ranks along each axis.")
     groups = {axis: mesh.get_group(axis) for axis in sizes}
     coords = {axis: mesh.get_local_rank(axis) if size > 1 else 0 for axis, size in sizes.items()}
-    numbers = tuple(mesh.mesh.flatten().tolist())
     storage = mesh
     if tuple(sizes) != order:
         ranks = mesh.mesh.permute([list(sizes).index(axis) for axis in order]).contiguous()
         ordered = [groups[axis] for axis in order]
         storage = DeviceMesh.from_group(ordered, mesh.device_type, mesh=ranks, mesh_dim_names=order)
-    return Grid(mesh, storage, sizes, coords, groups, numbers, simulated())
+    numbers = tuple(mesh.mesh.flatten().tolist())
+    return Grid(mesh=mesh, sizes=sizes, ranks=numbers, storage=storage, coords=coords, groups=groups, pure=simulated())
 
 
 def require_member(mesh: DeviceMesh) -> None:

@@ -1,11 +1,12 @@
 """The tree of shards and its verbs: `shard`, `gather`, `reduce_grads`, `reshard`; initialisation; batches.
 
-Read `tree` (`Params`, the pytree), `sharding` and `reshard` (the verbs), `initialize` (weights made shard by shard),
-`local_trees` (DTensors as plain tensors inside of transforms), `state_dicts` (trees under the model's names and in its
-shapes) and `batches` (a rank's samples). Not here: running a module, see `transforms`.
+Read `tree` (`Params`, the pytree), `sharding` and `reshard` (the verbs), `moving` (slices from rank to rank),
+`initialize` (weights made shard by shard), `local_trees` (DTensors as plain tensors inside of transforms),
+`state_dicts` (trees under the model's names and in its shapes) and `batches` (a rank's samples). Not here: running a
+module, see `transforms`.
 """
 
-from shardfn.params import initialize, sharding, state_dicts
+from shardfn.params import initialize, moving, sharding, state_dicts
 from shardfn.params.batches import Mean, local_batch, parts_of, rank
 from shardfn.params.initialize import NewTree, Origin, agreed_plan
 from shardfn.params.local_trees import Across, entered, left, lower, over_params

@@ -1,18 +1,22 @@
 """`reshard`: a tree in the layout of another plan, also inside of transforms."""
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 
-from shardfn._torch import has_no_memory, innermost_value, unwrap_local, wrap_local
-from shardfn.comm import agree, collectives, empty_shards, in_layout, leaf_spec
-from shardfn.layout import Layout, Plan, Policy, axes_of, compute_view, decide, grid_of, is_batch_axis, replace_units
-from shardfn.notation import ShardError, Spec, parse, unknown_axes
+from shardfn import layout
+from shardfn._torch import has_no_memory, innermost_value, outside_transforms, simulated, unwrap_local, wrap_local
+from shardfn.comm import agree, collectives, empty_shards, gather_flat, in_layout, leaf_spec
+from shardfn.layout import Layout, Plan, Policy, axes_of, compute_view, decide, grid_of, is_batch_axis
+from shardfn.notation import Dim, ShardError, Spec, parse, unknown_axes
+from shardfn.params import sharding
 from shardfn.params.initialize import NewTree
-from shardfn.params.sharding import MAX_BUCKET_BYTES, gather_groups, require_params, require_reduced, selected_layouts
+from shardfn.params.moving import move
 from shardfn.params.tree import Params
 
 Step = tuple[Any, ...]  # a collective, the axis, and the dims that it takes
@@ -24,6 +28,7 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
     `reshard(params, policy)`, `reshard(params, mesh)`, `reshard(params, policy, mesh)`, `reshard(params, plan, mesh)`
     return new trees. With a string, one local tensor goes from the layout left of `->` to the one right of it by the
     collectives that the two imply: all-gather, slice, all-to-all, reduce-scatter or all-reduce. Both differentiable.
+    Parts may be uneven, as DTensor's chunks are: 2, 2, 1 and 0 of 5 over 4 ranks.
 
         >>> import torch, shardfn as sf
         >>> from torch import nn
@@ -43,24 +48,27 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
         a new tree, or this rank's part of the tensor in the new layout.
 
     Raises:
-        ShardError: the layout does not fit, or the meshes have other ranks; a tree that belongs to a transform.
+        ShardError: the layout does not fit, the meshes have other ranks, or ranks ask for different ones, on every rank
+            before anything is sent; a tree that belongs to a transform.
 
-    Communication: one small exchange; parameters whose layout changes are gathered in buckets of at most 64 MiB and cut
-    again; in a backward so are their gradients.
+    Communication: for a tree one small exchange, then messages from rank to rank: each receives the slices that it
+    lacks, and holds its old shards, its new ones and at most 16 MiB besides. In a backward its gradients travel so. In
+    `sf.jit`, parameters whose layout changes are gathered in buckets of at most 64 MiB and cut again. With a string,
+    what the layouts imply, and before a gather or an all-to-all a small one of the lengths of the parts; not where code
+    is compiled, recorded or simulated, and parts have to be equal.
     """
     if isinstance(to, str):
         return _relayout(x, to, mesh)
-    tree = require_params("reshard", x)
+    tree = sharding.require_params("reshard", x)
     if any(innermost_value(leaf) is not leaf for leaf in tree.values()):
         raise _reshards_in_transform()
     if isinstance(to, DeviceMesh):
         to, mesh = tree.plan.policy, to
     mesh = mesh if mesh is not None else tree.mesh
-    plan = _agreed_plan(tree, to, mesh)
-    plan = plan.with_reduction(tree.plan.reduction or "mean")
-    layouts = (plan.layouts[old.name] for old in selected_layouts(tree, None))
+    plan = _agreed(tree, to, mesh).with_reduction(tree.plan.reduction or "mean")
+    layouts = (plan.layouts[old.name] for old in sharding.selected_layouts(tree, None))
     before = _Stored(tuple(tree), tree.plan, tree.mesh)
-    after = _Stored(tuple(leaf.name for layout in layouts for leaf in layout.leaves), plan, mesh)
+    after = _Stored(tuple(leaf.name for one in layouts for leaf in one.leaves), plan, mesh)
     leaves = _Resharded.apply(before, after, *tree.values())
     return Params(zip(after.names, leaves, strict=True), plan, mesh, tree.buffers)
 
@@ -68,6 +76,26 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
 def _reshards_in_transform() -> ShardError:
     instead = "reshard it before, and pass the result to the transform"
     return ShardError(f"reshard: a transform goes on, in which a tree cannot change its layout; {instead}")
+
+
+def _agreed(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:
+    """The plan to go by, which all ranks have made, of trees that are alike."""
+    facts = list[str]()
+    try:
+        plan: Plan | Exception = _target_plan(tree, to, mesh)
+        if mesh is not tree.mesh:
+            a, b = (sorted(each.mesh.flatten().tolist()) for each in (tree.mesh, mesh))
+            if a != b:
+                why = f"the meshes have other ranks: {a} and {b}"
+                raise ShardError(f"reshard: {why}; save and load a checkpoint instead")
+        facts = [f"to {axes_of(mesh)} over ranks {grid_of(mesh, plan.roles.storage).ranks}"]
+        facts += sharding.facts_of("reshard", tree, tree)
+    except Exception as error:  # the other ranks must hear of it before it is raised
+        plan = error
+    if not has_no_memory() or isinstance(plan, Exception):
+        agree(tree.mesh, plan, facts, "reshard")
+    assert isinstance(plan, Plan)
+    return plan
 
 
 class _Stored(NamedTuple):
@@ -116,39 +144,23 @@ def _moved(tree: Params, plan: Plan, mesh: DeviceMesh) -> Params:
     """The same values as a plan stores them on a mesh, in new memory."""
     grid = grid_of(mesh, plan.roles.storage)
     stays = grid_of(tree.mesh, tree.plan.roles.storage).storage == grid.storage
-    pairs = [(layout, plan.layouts[layout.name]) for layout in selected_layouts(tree, None)]
+    pairs = [(old, plan.layouts[old.name]) for old in sharding.selected_layouts(tree, None)]
     dtypes = {leaf.name: tree[old.leaves[0].name].dtype for old, new in pairs for leaf in new.leaves}
     moved = NewTree(plan, mesh, grid, empty_shards(plan, grid, dtypes), tree.buffers)
-    changed: list[Layout] = []
+    changed: dict[str, Layout] = {}
     for old, new in pairs:
         if stays and old.stored_as(new):
             for leaf in old.leaves:
                 moved.shards[leaf.name].copy_(unwrap_local(tree[leaf.name]))
         else:
-            changed.append(old)
-    for layout, wholes in gather_groups(tree, changed, MAX_BUCKET_BYTES):
-        moved.cut(plan.layouts[layout.name], compute_view(layout, wholes))
+            changed[old.name] = new
+    if has_no_memory():
+        old_layouts = [tree.plan.layouts[name] for name in changed]
+        for one, wholes in sharding.gather_groups(tree, old_layouts, sharding.MAX_BUCKET_BYTES):
+            moved.cut(changed[one.name], compute_view(one, wholes))
+    else:
+        move(tree, changed, grid, moved.shards)
     return moved.wrapped()
-
-
-def _agreed_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:
-    """The plan that all ranks go to; ranks with other ones would wait for each other, or take each other's bytes."""
-    try:
-        plan: Plan | Exception = _target_plan(tree, to, mesh)
-        if mesh is not tree.mesh:
-            a, b = (sorted(each.mesh.flatten().tolist()) for each in (tree.mesh, mesh))
-            if a != b:
-                instead = "save and load a checkpoint instead"
-                raise ShardError(f"reshard: the meshes have other ranks: {a} and {b}; {instead}")
-        for name, leaf in tree.items():
-            require_reduced("reshard", name, leaf)
-    except Exception as error:  # the other ranks must hear of it before it is raised
-        plan = error
-    if not has_no_memory():
-        agree(tree.mesh, plan, [f"the tree from {tree.plan.digest}", f"to ranks {mesh.mesh.tolist()}"], "reshard")
-    if isinstance(plan, Exception):
-        raise plan
-    return plan
 
 
 def _target_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:
@@ -162,7 +174,7 @@ def _target_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:
         raise TypeError(f"reshard: expected a Policy, a Plan, a DeviceMesh or a string, got {type(to).__name__}")
     if callable(to.units) and not isinstance(to.units, type):
         raise TypeError("reshard: Policy(units=callable) needs the model; pass plan(model, mesh, policy) instead")
-    plan = decide(tree.plan.info, axes_of(mesh), replace_units(to, {}))
+    plan = decide(tree.plan.info, axes_of(mesh), layout.replace_units(to, {}))
     if (count := tree.plan.members) is None:
         return plan
     if not tree.plan.has_members:
@@ -185,9 +197,43 @@ def _relayout(x: Any, rule: str, mesh: DeviceMesh | None) -> Tensor:
     if mesh is None:
         raise TypeError("reshard: with a string, pass the mesh too: reshard(x, 'b s@tp -> b s', mesh)")
     left, right = _sides(rule, mesh, x.dim())
+    even = x.is_meta or simulated() or has_no_memory() or torch.compiler.is_compiling()  # ranks cannot ask others
     for collective, axis, *dims in steps(left, right):
+        trimmed = dict[int, int]()
+        for dim in dims if not even else ():
+            cuts = dim == dims[0] and collective in _CUT
+            parts = _parts(x.shape[dim], left.dims[dim], mesh, axis, cuts)
+            if len(set(parts)) > 1:
+                trimmed[dim] = parts[mesh.get_local_rank(axis)] if cuts else sum(parts)
+                missing = parts[0] * (len(parts) if cuts else 1) - x.shape[dim]
+                x = pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
         x = collective(x, mesh, axis, *dims)
+        for dim, length in trimmed.items():
+            x = x.narrow(dim, 0, length)
     return x
+
+
+_CUT = (collectives.psum_scatter, collectives.shard_slice, collectives.all_to_all)  # the first dim that they take
+
+
+def _parts(length: int, dim: Dim, mesh: DeviceMesh, axis: str, cuts: bool) -> list[int]:
+    """What the ranks of an axis have of a dim, of which this one has `length`, or will have when it `cuts` that.
+
+    Raises:
+        ShardError: they have no chunks of one whole.
+    """
+    unit, size = prod(int(x.name) if x.name.isdigit() else 0 for x in dim.factors[1:]), axes_of(mesh)[axis]
+    if not unit or (cuts and length % unit):
+        return []  # equal ones: it is not known what stays together
+    have = [length]
+    if not cuts:
+        with outside_transforms():
+            have = gather_flat(torch.tensor(have, device=mesh.device_type), mesh.get_group(axis)).tolist()
+    parts = [unit * layout.chunk(sum(have) // unit, size, place)[1] for place in range(size)]
+    if not cuts and parts != have:
+        why = f"the ranks of {axis}={size} have {have} of it, and chunks of {sum(have)} are {parts}"
+        raise ShardError(f"reshard: '{dim}' is not split as DTensor would: {why}")
+    return parts
 
 
 def _sides(rule: str, mesh: DeviceMesh, ndim: int) -> tuple[Spec, Spec]:

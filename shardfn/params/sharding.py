@@ -21,6 +21,7 @@ from shardfn.context import is_differentiated, note_tree
 from shardfn.layout import Grid, Layout, Plan, Policy, compute_view_shape, first_match, from_compute_view, grid_of
 from shardfn.notation import ShardError, did_you_mean
 from shardfn.params.initialize import Origin, shard_own
+from shardfn.params.moving import collect
 from shardfn.params.tree import Params, is_sum, watch_optimizers
 
 MAX_BUCKET_BYTES = 64 * 2**20
@@ -125,7 +126,8 @@ def gather(
         KeyError: a pattern matches nothing.
         ShardError: a leaf is a pending sum; `reduce_grads` comes first. `"rank0"` or `"cpu"` of what is differentiated.
 
-    Communication: one all-gather a bucket (at most 64 MiB) and axis; leaf by leaf for `"rank0"` and `"cpu"`.
+    Communication: one all-gather a bucket (at most 64 MiB) and axis, leaf by leaf for `"cpu"`. For `"rank0"` one small
+    exchange, then messages: the first rank receives what it lacks, and no rank holds more than 16 MiB besides.
     """
     tree = require_params("gather", params)
     if to not in ("all", "rank0", "cpu"):
@@ -138,9 +140,11 @@ def gather(
         _refuse_differentiated(f"gather(to={to!r})", leaves.values(), f"{instead} alone")
     for name, leaf in leaves.items():
         require_reduced("gather", name, leaf)
-    keep = to != "rank0" or dist.get_rank() == grid_of(tree.mesh, tree.plan.roles.storage).ranks[0]
-    out: dict[str, Tensor] = {}
+    grid, out = grid_of(tree.mesh, tree.plan.roles.storage), dict[str, Tensor]()
+    keep = to != "rank0" or dist.get_rank() == grid.ranks[0]
     with called_by_all("gather(params)"):
+        if to == "rank0" and grid.exchanges and not in_transform():
+            out, layouts = _on_first(tree, layouts, dtype), []
         for one, wholes in gather_groups(tree, layouts, 0 if to != "all" else MAX_BUCKET_BYTES):
             if keep:
                 full = layout.compute_view(one, wholes)
@@ -149,6 +153,37 @@ def gather(
     first = tree.plan.canonical
     order = (name for param in tree.plan.info.params for name in param.names)
     return {name: out[first[name]] for name in order if first.get(name) in out}
+
+
+def _on_first(tree: Params, layouts: Sequence[Layout], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Whole parameters in the memory of the first rank, and none elsewhere."""
+    have = {one: tree[one.leaves[0].name].dtype for one in layouts}
+    wanted = {one.name: dtype if dtype is not None and x.is_floating_point else x for one, x in have.items()}
+    facts = facts_of("gather", tree, [leaf.name for one in layouts for leaf in one.leaves])
+    comm.agree_on(tree.mesh, "gather", [f"dtype={dtype}", *facts])
+    first = grid_of(tree.mesh, tree.plan.roles.storage).ranks[0]
+    here = layouts if dist.get_rank() == first else ()
+    out = {one.name: torch.empty(one.shape, dtype=wanted[one.name]) for one in here}
+    collect(tree, wanted, first, out)
+    return out
+
+
+def facts_of(verb: str, tree: Params, names: Iterable[str]) -> list[str]:
+    """What must be the same on all ranks of leaves that are moved.
+
+    Raises:
+        ShardError: one is not as its layout says.
+    """
+    grid, facts = grid_of(tree.mesh, tree.plan.roles.storage), list[str]()
+    for name in names:
+        x, (_, leaf) = tree[name], tree.plan.leaves[name]
+        require_reduced(verb, name, x)
+        require_shape(verb, tree, name)
+        if not grid.pure and tuple(unwrap_local(x).shape) != leaf.local_shape(grid.sizes, grid.coords):
+            placed = x.placements if isinstance(x, DTensor) else tuple(x.shape)
+            raise ShardError(f"{verb}: '{name}' is placed as {placed}, which is not its layout '{leaf.rule}'")
+        facts.append(f"leaf '{name}' {leaf.shape} {x.dtype}, '{leaf.rule}'")
+    return facts
 
 
 def owning(full: Tensor) -> Tensor:
@@ -170,9 +205,7 @@ def _gather_whole(tree: Params, names: Sequence[str]) -> list[Tensor]:
     alike: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
     for name in names:
         _, leaf = plan_.leaves[name]
-        if tuple(tree[name].shape) != leaf.shape and not in_transform():
-            why = f"gather: '{name}' has shape {tuple(tree[name].shape)}, its layout {leaf.rule} has {leaf.shape}"
-            raise ShardError(f"{why}; gather first, then apply a function that changes shapes to what comes out")
+        require_shape("gather", tree, name)
         axes = tuple(axis for axis in plan_.roles.storage if axis in leaf.axes)
         alike.setdefault((axes, tree[name].dtype), []).append(name)
     out: dict[str, Tensor] = {}
@@ -235,6 +268,18 @@ def require_reduced(verb: str, name: str, leaf: Tensor) -> None:
         why = f"{verb}: '{name}' is a sum that is still pending. Gradients of value_and_grad(reduce=None) go through"
         instead = "a function in sf.tree.map that adds up leaves ends in value.redistribute(placements=leaf.placements)"
         raise ShardError(f"{why} sf.reduce_grads(tree); {instead}")
+
+
+def require_shape(verb: str, tree: Params, name: str) -> None:
+    """A leaf is as its layout says.
+
+    Raises:
+        ShardError: a function has made another shape of it.
+    """
+    _, leaf = tree.plan.leaves[name]
+    if tuple(tree[name].shape) != leaf.shape and not in_transform():
+        why = f"{verb}: '{name}' has shape {tuple(tree[name].shape)}, its layout {leaf.rule} has {leaf.shape}"
+        raise ShardError(f"{why}; gather first, then apply a function that changes shapes to what comes out")
 
 
 def plain_leaf(verb: str, name: str) -> ShardError:

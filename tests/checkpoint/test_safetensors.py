@@ -27,8 +27,9 @@ from transformers.core_model_loading import Interleave, WeightConverter
 
 import shardfn as sf
 from shardfn._torch import unwrap_local
-from shardfn.checkpoint import safetensors, tensor_files
+from shardfn.checkpoint import tensor_files
 from shardfn.checkpoint.stored_names import Patchwork
+from shardfn.comm import slice_messages
 from shardfn.layout.layout import blocks
 from shardfn.testing import on_meshes, run
 
@@ -225,7 +226,7 @@ def test_every_layout_is_read_as_shard_cuts_it(mesh: DeviceMesh) -> None:
     for limit in (7, tensor_files.BLOCK_BYTES):
         with folder() as path, pytest.MonkeyPatch.context() as patch:
             patch.setattr(tensor_files, "BLOCK_BYTES", max(limit, 8))
-            patch.setattr(safetensors, "BLOCK_BYTES", max(limit, 8))
+            patch.setattr(slice_messages, "PARCEL", max(limit, 8))
             patch.setattr(tensor_files, "_PAGE", limit)
             on_first_rank(save_file, full, path / "model.safetensors", {"format": "pt"})
             params, want = load(path, blank, mesh, LAYOUTS), sf.shard(full, mesh, LAYOUTS)

@@ -38,21 +38,28 @@ def part_of(full: Tensor, rule: str, mesh: DeviceMesh) -> Tensor:
     spec = parse(rule)
     for dim, factors in enumerate(spec.dims):
         for axis in factors.factors[0].axes:
-            full = full.chunk(mesh[axis].size(), dim)[mesh.get_local_rank(axis)]
+            step = -(-full.shape[dim] // mesh[axis].size())  # torch.chunk leaves empty ones out
+            full = full.narrow(dim, *_within(full.shape[dim], step * mesh.get_local_rank(axis), step))
     for axis in spec.partial:
         full = full * (3 if mesh.get_local_rank(axis) == 0 else -2)
     return full.contiguous()
 
 
+def _within(size: int, start: int, length: int) -> tuple[int, int]:
+    start = min(start, size)
+    return start, min(length, size - start)
+
+
 def every_pair_on_a_rank() -> None:
     mesh = make_mesh()
-    full = torch.arange(8.0 * 12).view(8, 12).double()
-    for left, right in product((*LAYOUTS, *SUMS), LAYOUTS):
-        x = part_of(full, left, mesh)
-        before = x.clone()
-        got = sf.reshard(x, f"{left} -> {right}", mesh)
-        assert_same_bits(got, part_of(full, right, mesh), f"{left} -> {right}")
-        assert_same_bits(x, before, "the input is not touched")
+    for shape in ((8, 12), (5, 3), (1, 2), (7, 0)):
+        full = torch.arange(float(shape[0] * shape[1])).view(shape).double()
+        for left, right in product((*LAYOUTS, *SUMS), LAYOUTS):
+            x = part_of(full, left, mesh)
+            before = x.clone()
+            got = sf.reshard(x, f"{left} -> {right}", mesh)
+            assert_same_bits(got, part_of(full, right, mesh), f"{left} -> {right} of {shape}")
+            assert_same_bits(x, before, "the input is not touched")
 
 
 def test_every_pair_of_layouts() -> None:
@@ -86,8 +93,8 @@ def test_the_steps_between_two_layouts(rule: str, want: list[str]) -> None:
 def count_on_a_rank() -> None:
     mesh, x = make_mesh(), torch.ones(4, 4)
     for rule, want in (
-        ("b s@tp -> b@tp s", {"all_to_all": 1}),
-        ("b s@tp -> b s", {"all_gather": 1}),
+        ("b s@tp -> b@tp s", {"all_to_all": 1, "all_gather": 1}),
+        ("b s@tp -> b s", {"all_gather": 2}),  # of the lengths, and of what they are of
         ("b s -> b@tp s", {}),
     ):
         with count_collectives() as counts:
@@ -101,9 +108,9 @@ def test_one_collective_a_step() -> None:
 
 def derivatives_on_a_rank() -> None:
     mesh = make_mesh()
-    full = torch.randn(4, 4, dtype=torch.float64)
-    weight = torch.randn(4, 4, dtype=torch.float64)
-    for left, right in (("b s@tp", "b s"), ("b s", "b s@tp"), ("b s@tp", "b@tp s")):
+    pairs = (("b s@tp", "b s"), ("b s", "b s@tp"), ("b s@tp", "b@tp s"))
+    for shape, (left, right) in product(((4, 4), (5, 3), (1, 7), (3, 0)), pairs):
+        full, weight = torch.randn(2, *shape, dtype=torch.float64)
         x = part_of(full, left, mesh).requires_grad_()
         y = sf.reshard(x, f"{left} -> {right}", mesh)
         loss = (y * part_of(weight, right, mesh)).sum()
@@ -136,8 +143,8 @@ def reshard_wrongly(rule: str, kind: str = "plain") -> None:
         assert isinstance(x, DTensor)
     elif kind == "list":
         x = [1]
-    elif kind == "odd":
-        x = torch.ones(3, 3)
+    elif kind == "other":
+        x = torch.ones(2, 4 if mesh.get_local_rank("tp") else 1)
     sf.reshard(x, rule, None if kind == "no mesh" else mesh)
 
 
@@ -163,7 +170,11 @@ def test_what_cannot_be_resharded() -> None:
             r"only the outermost factor of a dim can be split here\n    \(h d@tp\) s -> \(h d\) s\n       \^{4}",
         ),
         (("b( s -> b s", "plain"), sf.ShardError, r"bad rule: expected '\)'\n    b\( s -> b s\n {9}\^$"),
-        (("b s -> b@tp s", "odd"), sf.ShardError, r"3 % 2 = 1"),
+        (
+            ("b s@tp -> b s", "other"),
+            sf.ShardError,
+            r"'s@tp' is not split as DTensor would: the ranks of tp=2 have \[1, 4\] of it, and chunks of 5 are \[3, ",
+        ),
         (("b s -> b s", "dtensor"), TypeError, r"one plain local tensor, not DTensor"),
         (("b s -> b s", "list"), TypeError, r"one plain local tensor, not list"),
         (("b s -> b s", "no mesh"), TypeError, r"pass the mesh too: reshard\(x, 'b s@tp -> b s', mesh\)"),
@@ -177,6 +188,11 @@ def composite_on_a_rank() -> None:
     full = torch.arange(24.0).view(8, 3)
     got = sf.reshard(part_of(full, "b@tp s", mesh), "(h@tp 2) _ -> (h 2) _", mesh)
     assert_same_bits(got, full)
+    assert_same_bits(sf.reshard(part_of(full, "b@tp s", mesh), "(h@tp d) _ -> (h d) _", mesh), full)
+    three = full[:6]  # whole pairs
+    mine = three[:4] if mesh.get_local_rank("tp") == 0 else three[4:]
+    assert_same_bits(sf.reshard(mine.contiguous(), "(h@tp 2) _ -> (h 2) _", mesh), three)
+    assert_same_bits(sf.reshard(three, "(h 2) _ -> (h@tp 2) _", mesh), mine)
 
 
 def test_composite_dims() -> None:

@@ -548,7 +548,7 @@ def counts_on_a_rank(fsdp: int, tp: int) -> dict[str, Any]:
     out["kinds"] = len({tuple(a for a in ("tp", "fsdp") if a in leaf.axes) for _, leaf in params.plan.leaves.values()})
     with count_collectives() as counts:
         sf.reshard(params, MEGATRON)
-    out["same"] = counts.total
+    out["same"] = counts.as_dict()
     with count_collectives() as counts:
         sf.reshard(params, MEGATRON | sf.Policy(rules={"emb.weight": "vocab c"}))
     out["one"] = counts.as_dict()
@@ -561,14 +561,13 @@ def counts_on_a_rank(fsdp: int, tp: int) -> dict[str, Any]:
 def test_collectives_are_counted() -> None:
     for fsdp, tp in ((4, 1), (1, 4), (2, 2)):
         found = run(counts_on_a_rank, fsdp, tp)[0]
-        wide = (fsdp > 1) + (tp > 1)
         # leaves split over tp and fsdp (two collectives), over fsdp only (one), and not at all
         assert found["gather"] == {"all_gather": (fsdp > 1) * 2 + (tp > 1)}, found
         split = sum(bool(axes) for axes in found["buckets"]) * (fsdp > 1)
         whole = sum(not axes for axes in found["buckets"]) * (fsdp > 1)
         assert found["reduce"] == {k: n for k, n in (("all_reduce", whole), ("all_to_all", split)) if n}, found
-        assert found["same"] == 0, found
-        assert found["one"] == {"all_gather": wide}, found
+        assert found["same"] == {"all_gather": 1}, found  # of what ranks ask for
+        assert found["one"] == {"all_gather": 1, "send": 3, "receive": 3 - (fsdp == 4)}, found  # 6 columns on 3 ranks
         assert found["shard"] == {"all_gather": 1}, found  # the exchange of three numbers
 
 
