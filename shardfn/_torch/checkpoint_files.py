@@ -23,8 +23,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardfn.notation import ShardError
-
 # (starts, sizes) of a box of a tensor, and in which file, where and how many bytes long it is as torch.save writes it.
 StoredBox = tuple[Sequence[int], Sequence[int], str, int, int]
 
@@ -69,12 +67,12 @@ def read_checkpoint_metadata(data: bytes) -> Metadata:
     """What a file like that has.
 
     Raises:
-        ShardError: it asks for anything else, or is none.
+        pickle.UnpicklingError: it asks for anything else, or is none.
     """
     try:
         metadata = _Classes(io.BytesIO(data)).load()
     except Exception as error:  # of bytes that anybody may have written
-        raise ShardError(f"checkpoint: .metadata is not what torch.distributed.checkpoint writes: {error}") from error
+        raise pickle.UnpicklingError(str(error)) from error
     if not isinstance(metadata, Metadata):
-        raise ShardError(f"checkpoint: .metadata has a {type(metadata).__name__}")
+        raise pickle.UnpicklingError(f"it has a {type(metadata).__name__}")
     return metadata

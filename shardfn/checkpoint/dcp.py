@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -220,7 +221,11 @@ def read_directory(directory: Path) -> Iterator[tuple[str, Any]]:
     Raises:
         ShardError: it asks for more than tensors and plain values, or names a file elsewhere.
     """
-    metadata = read_checkpoint_metadata((directory / METADATA).read_bytes())
+    try:
+        metadata = read_checkpoint_metadata((directory / METADATA).read_bytes())
+    except UnpicklingError as error:
+        why = f"'{directory / METADATA}' is not what torch.distributed.checkpoint writes: {error}"
+        raise ShardError(f"checkpoint: {why}") from error
     for name, known in metadata.state_dict_metadata.items():
         if not isinstance(known, TensorStorageMetadata):
             yield name, _item(directory, metadata, name, None)

@@ -403,7 +403,8 @@ def _without_padding(tree: Params, name: str, result: Any) -> Any:
         return [torch.ones_like(local, dtype=torch.bool)]
 
     (mask,) = per_rank(grid, inside, [_torch.unwrap_local(result).detach()])
-    return torch.where(_torch.with_local(result, mask) if isinstance(result, DTensor) else mask, result, 0)
+    nothing = False if result.dtype is torch.bool else 0  # which would make it int64
+    return torch.where(_torch.with_local(result, mask) if isinstance(result, DTensor) else mask, result, nothing)
 
 
 def _on_parts(fn: Callable[..., Any], tree: Params, name: str, leaves: Sequence[Any]) -> Any:

@@ -154,7 +154,7 @@ def test_nothing_in_torchs_directories_is_run(tmp_path: Path) -> None:
     known.planner_data = _Runs()
     metadata.write_bytes(pickle.dumps(known))
     with pytest.raises(
-        sf.ShardError, match=r"\.metadata is not what torch.distributed.checkpoint writes: it asks for posix.system"
+        sf.ShardError, match=r"\.metadata' is not what torch.distributed.checkpoint writes: it asks for posix.system"
     ):
         dict(dcp.read_directory(tmp_path / "theirs"))
     for what in (_Runs(), 3, b"x"):

@@ -283,11 +283,11 @@ def inside(text: str, dtype: str) -> str:
     return found[1]
 
 
-SHORT = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i"}
+SHORT = {"complex": "c", "float": "f", "bfloat": "bf", "uint": "u", "int": "i"}
 
 
 def short(dtype: str) -> str:
-    return re.sub(r"^(bfloat|float|uint|int)(\d+)_?", lambda m: SHORT[m[1]] + m[2], dtype)
+    return re.sub(r"^(complex|bfloat|float|uint|int)(\d+)_?", lambda m: SHORT[m[1]] + m[2], dtype)
 
 
 @PROPERTY
