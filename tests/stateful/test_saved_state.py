@@ -1,0 +1,139 @@
+"""What a `Trainer` goes on with: where it was, how many samples it had, random numbers, loaders of each rank."""
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardfn as sf
+from shardfn.testing import run, run_raises
+
+
+class Loader:
+    """A loader with a state: of each rank its own, unless it is `alike`."""
+
+    def __init__(self, alike: bool = False) -> None:
+        self.at, self.seen = 0, torch.zeros(0, dtype=torch.int64)
+        self.step = 1 if alike else dist.get_rank() + 1
+
+    def __next__(self) -> Tensor:
+        self.at += self.step
+        self.seen = torch.cat([self.seen, torch.tensor([self.at])])
+        return torch.full((2 * self.step, 4), float(self.at))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "seen": self.seen, "name": f"of {self.step}", "empty": torch.zeros(0, 3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["name"] == f"of {self.step}" and state["empty"].shape == (0, 3)
+        self.at, self.seen = state["at"], state["seen"]
+
+
+def _trainer(ranks: int, **more: Any) -> sf.Trainer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 1)).double()
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return sf.apply(model, params, x.double()).square().mean()
+
+    mesh = sf.make_mesh("cpu", fsdp=ranks)
+    trainer = sf.Trainer(model, mesh, optimizer=sf.optim.adamw(0.1), loss_fn=loss_fn, src=0, ema=0.9, **more)
+    torch.manual_seed(dist.get_rank())
+    return trainer
+
+
+def _draws() -> tuple[Any, ...]:
+    gauss = random.gauss(0, 1), np.random.standard_normal()  # of which two are made at once
+    return *gauss, random.random(), np.random.rand(), float(torch.rand(()))
+
+
+def _goes_on(path: str) -> None:
+    """A run of 3 + 2 steps, and one that is ended after 3 and begun again: equal to the bit, drawn numbers too."""
+    random.seed(dist.get_rank())
+    np.random.seed(dist.get_rank())
+    first, loader = _trainer(2), Loader()
+    for _ in range(3):
+        first.step(next(loader))
+    _draws()
+    first.save(path, loader=loader)
+    losses = [first.step(next(loader))["loss"] for _ in range(2)]
+    drawn, samples = _draws(), first.samples
+    assert first.steps == 5 and loader.seen.tolist() == [n * loader.step for n in range(1, 6)]
+
+    random.seed(9)
+    np.random.seed(9)
+    with warnings.catch_warnings(action="ignore"):  # of the loader, which is asked for below
+        again = _trainer(2, resume=path)
+    assert again.steps == 3 and again.samples == 3 * (2 + 4)
+    other = Loader()
+    again.load(path, loader=other)
+    assert [again.step(next(other))["loss"] for _ in range(2)] == losses
+    assert _draws() == drawn and other.seen.equal(loader.seen) and again.samples == samples
+    for name, leaf in first.params.items():
+        assert leaf.to_local().equal(again.params[name].to_local()), name
+
+
+def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
+    run(_goes_on, str(tmp_path), ranks=2)
+
+
+def _begins(path: str) -> None:
+    trainer = _trainer(2, resume=path)
+    assert trainer.steps == 0 and trainer.samples == 0
+    trainer.step(torch.ones(3, 4))
+    assert trainer.samples == 6
+    trainer.save(path)
+    assert trainer.samples == 6
+
+
+def test_resume_begins_where_there_is_nothing(tmp_path: Path) -> None:
+    run(_begins, str(tmp_path / "nothing yet"), ranks=2)
+
+
+def _loads_on(path: str, ranks: int) -> tuple[int, int]:
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        trainer = _trainer(ranks, resume=path)
+    said = " ".join(str(each.message) for each in seen)
+    assert ("random states of 2 ranks, and 1 are here, which keep their own" in said) == (ranks == 1), said
+    return trainer.steps, trainer.samples
+
+
+def test_samples_go_to_other_ranks(tmp_path: Path) -> None:
+    run(_begins, str(tmp_path), ranks=2)
+    assert run(_loads_on, str(tmp_path), 1, ranks=1) == [(1, 6)]
+
+
+def _saves_loader(path: str, alike: bool) -> None:
+    trainer, loader = _trainer(2), Loader(alike)
+    trainer.step(next(loader))
+    trainer.save(path, loader=loader)
+
+
+def _loads_loader(path: str, alike: bool, ranks: int) -> int:
+    loader = Loader(alike)
+    with warnings.catch_warnings(action="ignore"):  # of random states
+        _trainer(ranks).load(path, loader=loader)
+    return loader.at
+
+
+def test_a_state_that_is_the_same_on_all_ranks_goes_to_any_number(tmp_path: Path) -> None:
+    run(_saves_loader, str(tmp_path), True, ranks=2)
+    assert run(_loads_loader, str(tmp_path), True, 3, ranks=3) == [1, 1, 1]
+
+
+def test_one_of_each_rank_does_not(tmp_path: Path) -> None:
+    run(_saves_loader, str(tmp_path), False, ranks=2)
+    match = "'others.loader.each' of each rank is of 2 ranks, and 1 are here"
+    run_raises(sf.ShardError, _loads_loader, str(tmp_path), False, 1, match=match, ranks=1)
+    assert run(_loads_loader, str(tmp_path), False, 2, ranks=2) == [1, 2]
+
+
+def test_there_is_nothing_to_load(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+        sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1)).load(tmp_path)
