@@ -4,11 +4,11 @@
     python examples/benchmarks/run.py --only step host   # some
     python examples/benchmarks/run.py --quick            # tiny sizes, to see that all of it works: two minutes
 
-Measured: `step_time.py`, `memory.py`, `loss.py`, `weights.py`, `host_time.py`, `scaling.py`, `traffic.py`, `soak.py`,
-`collectives.py`, `transforms.py`, `llama.py` and `gpu.py`. Shared: `contenders.py` (the model and the ways to train
-it), `measure.py` (in turn, in processes of their own), `fake.py` (one process as one of many), `results.py` (the
-table). Every round, the table and a picture of it go to `--out`. A row is met when the median over rounds of shardfn's
-figure over the peer's does not exceed the bar.
+Measured: `step_time.py`, `memory.py`, `loss.py`, `weights.py`, `checkpoints.py`, `host_time.py`, `scaling.py`,
+`traffic.py`, `soak.py`, `collectives.py`, `transforms.py`, `llama.py` and `gpu.py`. Shared: `contenders.py` (the model
+and the ways to train it), `measure.py` (in turn, in processes of their own), `fake.py` (one process as one of many),
+`results.py` (the table). Every round, the table and a picture of it go to `--out`. A row is met when the median over
+rounds of shardfn's figure over the peer's does not exceed the bar.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import checkpoints
 import collectives
 import gpu
 import host_time
@@ -40,6 +41,7 @@ GROUPS: dict[str, Callable[[bool], Cases]] = {
     "memory": memory.cases,
     "loss": loss.cases,
     "weights": weights.cases,
+    "checkpoints": checkpoints.cases,
     "host": host_time.cases,
     "scaling": scaling.cases,
     "bytes": traffic.cases,
