@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fake import start_fake
 from measure import Cases, finish, in_turn, launch, make_mesh, parse, report
 from results import Row
 from torch import Tensor, nn
@@ -39,7 +40,8 @@ MANIFESTS = (8, 64, 512, 4096)
 
 def cases(quick: bool) -> Cases:
     """What to run, by name."""
-    return {"checkpoints": partial(run_case, quick), "manifests": partial(run_manifests, quick)}
+    found: dict[str, Any] = {"checkpoints": partial(run_case, quick), "save, 4096 ranks": partial(run_many, quick)}
+    return found | {"manifests": partial(run_manifests, quick)}
 
 
 def run_case(quick: bool) -> list[Row]:
@@ -62,6 +64,14 @@ def run_case(quick: bool) -> list[Row]:
 
 def _ms(seconds: Sequence[float]) -> list[float]:
     return [1e3 * x for x in seconds]
+
+
+def run_many(quick: bool) -> list[Row]:
+    """A row: what a rank that is not the first does of a save, by itself, among many and among few."""
+    options: dict[str, Any] = {"part": "many"} | ({"layers": 3, "rounds": 2, "warmup": 1} if quick else {})
+    many, few = (launch(__file__, 0, options | {"world": world})["seconds"] for world in (4096, 8))
+    what, peer = "a rank of 4096 that is not the first, 32 MB to save, CPU", "one of 8"
+    return [Row(what=what, peer=peer, unit="ms", ours=_ms(many), theirs=_ms(few), bar=1.2)]
 
 
 def run_manifests(quick: bool) -> str:
@@ -165,9 +175,31 @@ def measure_reading(args: argparse.Namespace, mesh: DeviceMesh, folder: Path) ->
     return in_turn(actions, args.rounds, args.warmup)
 
 
+def measure_many(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of CPU time of a rank among fake ones, which send what it has sent itself."""
+    start_fake(args.world, rank=1)
+    with torch.device("meta"):
+        model = nn.ParameterList([nn.Parameter(torch.empty(args.world, 2**17)) for _ in range(min(args.layers, 64))])
+    params = sf.shard(model, sf.make_mesh("cpu", fsdp=args.world), sf.Policy(), init=_zeros)
+    saves.of_first = lambda value: value  # which the first one would send
+    seconds: list[float] = []
+    for _ in range(args.rounds + args.warmup):
+        with tempfile.TemporaryDirectory() as folder:
+            begin = time.process_time()
+            sf.checkpoint.save(LocalDirectory(folder), {"p": params})
+            seconds.append(time.process_time() - begin)
+    dist.destroy_process_group()
+    return {"seconds": seconds[args.warmup :]}
+
+
+def _zeros(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.zeros_(parameter)
+
+
 def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options and their defaults."""
-    return parse(__doc__, argv, size=SIZE, layers=LAYERS, part="save", over=0)
+    return parse(__doc__, argv, size=SIZE, layers=LAYERS, part="save", over=0, world=8)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -175,6 +207,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = read_options(argv)
     if not args.worker:
         report(cases(args.quick))
+        return
+    if args.part == "many":
+        finish(args, measure_many(args))
         return
     mesh = make_mesh("fsdp=-1")
     shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]

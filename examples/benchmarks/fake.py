@@ -25,12 +25,12 @@ COPYING: dict[str, tuple[Callable[..., Any], Callable[[int, int], int]]] = {
 }
 
 
-def start_fake(ranks: int) -> None:
+def start_fake(ranks: int, rank: int = 0) -> None:
     """Start the process group."""
     # Private, but what torch's own projects use; importing it registers the backend, too.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     torch.set_flush_denormal(True)  # buffers that nobody fills hold anything; denormals would cost time
 
 

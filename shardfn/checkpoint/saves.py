@@ -28,7 +28,7 @@ from shardfn.checkpoint.hashed_files import HashingSink, Piece, Sink, TensorPiec
 from shardfn.checkpoint.leaves import EACH, SavedLeaf, is_first, to_save
 from shardfn.checkpoint.manifest import HashedFile, Manifest, StoredLeaf, StoredPart, is_checkpoint, require_each_once
 from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage, owner, with_space
-from shardfn.comm import agree_on, failing_together
+from shardfn.comm import agree_on, failing_together, gather_objects
 from shardfn.layout import Box
 from shardfn.notation import ShardError
 from shardfn.params import Params, is_tree
@@ -264,11 +264,9 @@ def _exchanged(mesh: DeviceMesh | None, work: Callable[[], Any]) -> list[Any]:
     """What that gives on every rank, on the first one; all raise if it fails on one."""
     with together(mesh, "checkpoint.save"):
         result = work()
-    if mesh is None:
+    if mesh is None or result is None:  # which it is on all ranks
         return [result]
-    everyone = [None] * dist.get_world_size() if is_first() else None
-    dist.gather_object(result, everyone)
-    return everyone or []
+    return gather_objects(mesh, result)
 
 
 def of_first(value: Any) -> Any:

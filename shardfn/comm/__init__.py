@@ -11,7 +11,7 @@ over data axes is here (`BucketOnGrid.reduce_steps`: a mean, a sum or a function
 
 from shardfn.comm import buckets, collectives, flat_memory
 from shardfn.comm.agreement import SAME_SAMPLES, VALUES, agree, agree_on, called_by_all, check_batch
-from shardfn.comm.agreement import compare_gradients, digest, exchange_numbers, failing_together
+from shardfn.comm.agreement import compare_gradients, digest, exchange_numbers, failing_together, gather_objects
 from shardfn.comm.agreement import outcome_of, raise_failure, random_numbers_of_first, random_states, require_same
 from shardfn.comm.agreement import require_same_draws, set_random_states, wrong_inputs
 from shardfn.comm.buckets import BucketOnGrid, GatherBucket, ReduceBucket, empty_shards, in_layout
