@@ -49,8 +49,11 @@ _CLASSES[filesystem.__name__, "_StorageInfo"] = filesystem._StorageInfo
 _CLASSES |= {("pathlib", name): PurePath for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")}
 
 
-class _Classes(pickle.Unpickler):
-    """Knows the classes of that file, and no other ones."""
+class _Classes(pickle._Unpickler):
+    """Knows the classes of that file, and no other ones.
+
+    It is the one in Python: a damaged number makes that in C take memory for minutes.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         """A class, or a dtype."""

@@ -93,7 +93,7 @@ def _into_ours(source: Path, target: Path, to: str, only: str) -> None:
     if to == "dcp" or target.suffix == ".safetensors":
         raise ShardError(f"'{source}' is no checkpoint of shardfn; convert it into one first")
     if (source / METADATA).is_file():
-        values = dict(dcp.read_directory(source))
+        values = dcp.read_directory(source)
     else:
         with closing(tensor_files.TensorFiles(source)) as files:
             values = {name: torch.empty(stored.shape, dtype=stored.dtype) for name, stored in files.tensors.items()}

@@ -9,11 +9,10 @@ Torch's planner decides who writes what: of a value that is another one on each 
 import io
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from shardfn._torch import read_checkpoint_metadata
 from shardfn.checkpoint.commits import METADATA, commit_to, in_the_way
 from shardfn.checkpoint.hashed_files import HashingSink, TensorPieces, VerifiedReader
 from shardfn.checkpoint.leaves import SavedLeaf
-from shardfn.checkpoint.manifest import Manifest, from_json, is_checkpoint, read_manifest, to_json
+from shardfn.checkpoint.manifest import from_json, is_checkpoint, read_manifest, require_each_once, to_json
 from shardfn.checkpoint.saves import Written, manifest_of
 from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage, owner, storage_of
 from shardfn.layout import narrowed
@@ -209,41 +208,45 @@ def _no_tensor(path: str, _: Mapping[str, Any]) -> Any:
     raise ShardError(f"StorageReader: '{path}' is a tensor in what is none")
 
 
-def values_in(manifest: Manifest) -> dict[str, Any]:
-    """What a `StorageWriter` has written that is no tensor, by names."""
-    noted = manifest.notes.get(_NOTES, {"values": {}})["values"]
-    return {name: from_json(value, name, _no_tensor) for name, value in noted.items()}
-
-
-def read_directory(directory: Path) -> Iterator[tuple[str, Any]]:
-    """(name, value) of all that is in a directory of torch.distributed.checkpoint; nothing it says is called.
+def read_directory(directory: Path) -> dict[str, Any]:
+    """What is in a directory of torch.distributed.checkpoint, by names; nothing it says is called.
 
     Raises:
-        ShardError: it asks for more than tensors and plain values, or names a file elsewhere.
+        ShardError: it asks for more than tensors and plain values, names a file elsewhere, or is damaged; there are no
+            hashes in it, so that damaged numbers are not noticed.
     """
     try:
         metadata = read_checkpoint_metadata((directory / METADATA).read_bytes())
-    except UnpicklingError as error:
-        why = f"'{directory / METADATA}' is not what torch.distributed.checkpoint writes: {error}"
-        raise ShardError(f"checkpoint: {why}") from error
-    for name, known in metadata.state_dict_metadata.items():
-        if not isinstance(known, TensorStorageMetadata):
-            yield name, _item(directory, metadata, name, None)
-            continue
-        whole = torch.empty(known.size, dtype=known.properties.dtype)
-        for chunk in known.chunks:
-            box = tuple(zip(chunk.offsets, chunk.sizes, strict=True))
-            narrowed(whole, box).copy_(_item(directory, metadata, name, chunk.offsets))
-        yield name, whole
+        return {name: _read(directory, metadata, name, known) for name, known in metadata.state_dict_metadata.items()}
+    except ShardError:
+        raise
+    except Exception as error:  # of bytes that anybody may have written
+        why = f"'{directory}' is not what torch.distributed.checkpoint writes: {error}"
+        raise ShardError(f"checkpoint: {why[:1000]}") from error
+
+
+def _read(directory: Path, metadata: Any, name: str, known: Any) -> Any:
+    if not isinstance(known, TensorStorageMetadata):
+        return _item(directory, metadata, name, None)
+    boxes = [tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in known.chunks]
+    require_each_once(name, known.size, boxes)
+    whole: Tensor | None = None
+    for box in boxes:
+        part = _item(directory, metadata, name, torch.Size(start for start, _ in box))
+        if tuple(part.shape) != tuple(n for _, n in box) or part.dtype != known.properties.dtype:
+            raise ShardError(f"checkpoint: a part of '{name}' is {tuple(part.shape)} {part.dtype}, not as it is said")
+        whole = torch.empty(known.size, dtype=part.dtype) if whole is None else whole
+        narrowed(whole, box).copy_(part)
+    return torch.empty(known.size, dtype=known.properties.dtype) if whole is None else whole
 
 
 def _item(directory: Path, metadata: Any, name: str, offset: Any) -> Any:
     where = next(x for index, x in metadata.storage_data.items() if index.fqn == name and index.offset == offset)
     path = directory / where.relative_path
     if path.parent != directory or path.is_symlink() or getattr(where, "transform_descriptors", None):
-        raise ShardError(
-            f"checkpoint: '{name}' is in '{where.relative_path}', which is not a plain file of '{directory}'"
-        )
+        raise ShardError(f"checkpoint: '{name}' is in '{where.relative_path}', which is no plain file of '{directory}'")
+    if not 0 <= where.offset <= where.offset + where.length <= path.stat().st_size:
+        raise ShardError(f"checkpoint: '{name}' is not within '{path}'")
     with path.open("rb") as file:
         file.seek(where.offset)
         return torch.load(io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True)

@@ -2,7 +2,10 @@
 
 import os
 import pickle
+import random
+import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from damage import changed
 from ranks import folder
 from safetensors.torch import load_file
 from torch import nn
@@ -153,19 +157,38 @@ def test_nothing_in_torchs_directories_is_run(tmp_path: Path) -> None:
     known = pickle.loads(good)
     known.planner_data = _Runs()
     metadata.write_bytes(pickle.dumps(known))
-    with pytest.raises(
-        sf.ShardError, match=r"\.metadata' is not what torch.distributed.checkpoint writes: it asks for posix.system"
-    ):
-        dict(dcp.read_directory(tmp_path / "theirs"))
+    with pytest.raises(sf.ShardError, match=r"theirs' is not what .* writes: it asks for posix.system"):
+        dcp.read_directory(tmp_path / "theirs")
     for what in (_Runs(), 3, b"x"):
         metadata.write_bytes(pickle.dumps(what))
-        with pytest.raises(sf.ShardError, match=r"\.metadata"):
-            dict(dcp.read_directory(tmp_path / "theirs"))
+        with pytest.raises(sf.ShardError, match="is not what"):
+            dcp.read_directory(tmp_path / "theirs")
     known = pickle.loads(good)
     known.storage_data = {
         index: vars(dcp)["replace"](x, relative_path="../x") for index, x in known.storage_data.items()
     }
     metadata.write_bytes(pickle.dumps(known))
-    with pytest.raises(sf.ShardError, match=r"is in '\.\./x', which is not a plain file"):
-        dict(dcp.read_directory(tmp_path / "theirs"))
+    with pytest.raises(sf.ShardError, match=r"is in '\.\./x', which is no plain file"):
+        dcp.read_directory(tmp_path / "theirs")
     assert not Path("/tmp/shardfn_was_run").exists()
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=(pytest.mark.slow, pytest.mark.timeout(600)))])
+def test_torchs_directories_that_were_changed(tmp_path: Path, count: int) -> None:
+    """An error, or what somebody else might have written: there are no hashes; and nothing is run."""
+    draw, outcomes, ran = random.Random(count), Counter[str](), list[str]()
+    _theirs(tmp_path / "theirs")
+    want = dcp.read_directory(tmp_path / "theirs")
+    files = {path: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+    sys.addaudithook(lambda event, _: ran.append(event) if event in ("os.system", "subprocess.Popen", "exec") else None)
+    for number in range(count):
+        path = draw.choice(sorted(files))
+        path.write_bytes(changed(bytearray(files[path]), draw))
+        del ran[:]
+        try:
+            outcomes["read"] += dcp.read_directory(tmp_path / "theirs").keys() == want.keys()
+        except sf.ShardError:
+            outcomes["error"] += 1
+        assert not ran, (number, ran)
+        path.write_bytes(files[path])
+    assert outcomes["error"] > 0.3 * count, outcomes

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import changed
 from torch import Tensor
 
 import shardfn as sf
@@ -43,28 +44,6 @@ def _tree() -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(0)
     numbers = torch.randn(9, 7, generator=draw)
     return {"a": numbers, "b": torch.arange(5), "c": torch.tensor(3.0), "d": torch.ones(2, dtype=torch.bfloat16)}
-
-
-def _bytes(data: bytearray, draw: random.Random) -> bytearray:
-    """A change of a file."""
-    at = draw.randrange(len(data))
-    match draw.choice(("bit", "byte", "zeros", "cut", "longer", "twice", "swap")):
-        case "bit":
-            data[at] ^= 1 << draw.randrange(8)
-        case "byte":
-            data[at] = draw.randrange(256)
-        case "zeros":
-            data[at : at + 64] = bytes(len(data[at : at + 64]))
-        case "cut":
-            del data[at:]
-        case "longer":
-            data += draw.randbytes(draw.randrange(1, 9))
-        case "twice":
-            data[at:at] = data[at : at + 32]
-        case _:
-            other = draw.randrange(len(data))
-            data[at], data[other] = data[other], data[at]
-    return data
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -112,7 +91,7 @@ def _outcomes(tmp_path: Path, count: int, seed: int, change: Callable[[Path, ran
 
 def _in_a_file(path: Path, draw: random.Random) -> bool:
     file = draw.choice(sorted(x for x in path.iterdir() if x.name != ".metadata"))
-    file.write_bytes(_bytes(bytearray(file.read_bytes()), draw))
+    file.write_bytes(changed(bytearray(file.read_bytes()), draw))
     return True
 
 

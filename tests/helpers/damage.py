@@ -1,0 +1,25 @@
+"""Bytes that are changed at random, as disks and people change them."""
+
+import random
+
+
+def changed(data: bytearray, draw: random.Random) -> bytearray:
+    """A change of a file."""
+    at = draw.randrange(len(data))
+    match draw.choice(("bit", "byte", "zeros", "cut", "longer", "twice", "swap")):
+        case "bit":
+            data[at] ^= 1 << draw.randrange(8)
+        case "byte":
+            data[at] = draw.randrange(256)
+        case "zeros":
+            data[at : at + 64] = bytes(len(data[at : at + 64]))
+        case "cut":
+            del data[at:]
+        case "longer":
+            data += draw.randbytes(draw.randrange(1, 9))
+        case "twice":
+            data[at:at] = data[at : at + 32]
+        case _:
+            other = draw.randrange(len(data))
+            data[at], data[other] = data[other], data[at]
+    return data
