@@ -112,7 +112,7 @@ def commit_to(place: Path | Storage, nonce: str, replaces: bool, owner: str) -> 
     """How a checkpoint comes into being there."""
     if isinstance(place, Path):
         beside = ReplacedManifest(LocalDirectory(place), nonce, owner)
-        return beside if replaces else RenamedDirectory(place, nonce, owner)
+        return beside if replaces else RenamedDirectory(place.absolute(), nonce, owner)
     return ReplacedManifest(place, nonce, owner, isinstance(place, LocalDirectory))
 
 

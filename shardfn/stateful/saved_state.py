@@ -101,7 +101,7 @@ def _load(trainer: Saved, path: Path, others: Mapping[str, Any]) -> dict[str, An
     wanted, device = _state(trainer) | {OTHERS: like}, device_of(trainer.mesh.device_type)
     if (ranks := directories.saved_by(path, "random.0")) == trainer.mesh.size():
         wanted["random"] = [PerRank(x) for x in _random_states(device)]
-    else:
+    elif ranks:
         why = f"'{path}' has random states of {ranks} ranks, and {trainer.mesh.size()} are here, which keep their own"
         warnings.warn(f"Trainer.load: {why}", stacklevel=4)
     whole = ("params", "optimizer")

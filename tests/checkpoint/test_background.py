@@ -201,3 +201,17 @@ def test_a_trainer_saves_so_too(tmp_path: Path) -> None:
     """And takes old ones away once the new one is there."""
     names = run(_trainer_saves, str(tmp_path), ranks=2)[0]
     assert names == ["step-00000002", "step-00000004", "step-00000005"]
+
+
+def test_a_path_stays_where_it_was_when_the_process_goes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two saves, and during one."""
+    x = {"x": torch.ones(3)}
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        saving = sf.checkpoint.save("run/step-1", x, async_=True)
+        monkeypatch.chdir(tmp_path)
+        assert saving.wait() == Path("run/step-1")
+        sf.checkpoint.verify(tmp_path / name / "run" / "step-1")

@@ -16,7 +16,7 @@ def _kill(*options: str) -> dict[str, int]:
 
 
 def test_every_day() -> None:
-    assert _kill("--seconds", "12")["ended"] >= 3
+    assert _kill("--seconds", "7")["ended"] >= 3
 
 
 @pytest.mark.slow
