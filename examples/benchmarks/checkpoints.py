@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fake import start_fake
+from fake import copying_seconds, start_fake
 from measure import Cases, finish, in_turn, launch, make_mesh, parse, report
 from results import Row
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from shardfn.checkpoint.hashed_files import Piece
 from shardfn.checkpoint.leaves import SavedLeaf
 from shardfn.checkpoint.manifest import HashedFile
 from shardfn.checkpoint.storages import LocalDirectory
+from shardfn.comm import empty_shards
+from shardfn.layout import grid_of
+from shardfn.params import NewTree
 
 SIZE, LAYERS = 1024, 95
 SECONDS = {"save": 1.10, "load": 1.10, "call": 1.05, "step": 1.05, "read": 1 / 0.9}  # bars
@@ -129,14 +132,15 @@ def measure(args: argparse.Namespace, mesh: DeviceMesh, folder: Path) -> dict[st
         args.warmup,
     )
     found: dict[str, list[float]] = {"call": [], "call, peer": [], "step": [], "step, peer": []}
-    x = torch.randn(args.size // 4, args.size)
-    step = sf.value_and_grad(lambda p: sf.apply(model, p, x).square().mean())
+    small, x = model[:4], torch.randn(args.size // 8, args.size)
+    weights = sf.shard(small, mesh, sf.Policy(), src=0)
+    step = sf.value_and_grad(lambda p: sf.apply(small, p, x).square().mean())
     for round_ in range(args.warmup + args.rounds):
         saving: list[Any] = []
-        times = {"call, peer": _timed(partial(_copy, host, params)), "step, peer": _timed(partial(step, params))}
+        times = {"call, peer": _timed(partial(_copy, host, params)), "step, peer": _timed(partial(step, weights))}
         begin = partial(sf.checkpoint.save, clear(folder / "async"), {"p": params}, async_=True)
         times["call"] = _timed(lambda begin=begin, saving=saving: saving.append(begin()))
-        times["step"] = _timed(partial(step, params))
+        times["step"] = _timed(partial(step, weights))
         if saving[0].done() and not args.over:
             raise AssertionError("the save was over before the step was")
         saving[0].wait()
@@ -163,11 +167,10 @@ def measure_reading(args: argparse.Namespace, mesh: DeviceMesh, folder: Path) ->
     model = nn.Sequential(*(nn.Linear(args.size, args.size) for _ in range(args.layers)))
     file = folder / "model.safetensors"
     sf.checkpoint.save_safetensors(file, model, sf.shard(model, mesh, sf.Policy()))
-    into = bytearray(file.stat().st_size)
 
     def read(_: int) -> None:
         with file.open("rb", buffering=0) as opened:
-            view = memoryview(into)
+            view = torch.empty(file.stat().st_size, dtype=torch.uint8).numpy().data  # new memory, as of shards
             while len(view):
                 view = view[opened.readinto(view) :]
 
@@ -180,21 +183,24 @@ def measure_many(args: argparse.Namespace) -> dict[str, Any]:
     start_fake(args.world, rank=1)
     with torch.device("meta"):
         model = nn.ParameterList([nn.Parameter(torch.empty(args.world, 2**17)) for _ in range(min(args.layers, 64))])
-    params = sf.shard(model, sf.make_mesh("cpu", fsdp=args.world), sf.Policy(), init=_zeros)
+    mesh = sf.make_mesh("cpu", fsdp=args.world)
+    plan = sf.plan(model, mesh, sf.Policy())
+    grid = grid_of(mesh, plan.roles.storage)
+    params = NewTree(plan, mesh, grid, empty_shards(plan, grid), {}).wrapped()  # nobody has one of them whole
     saves.of_first = lambda value: value  # which the first one would send
     seconds: list[float] = []
-    for _ in range(args.rounds + args.warmup):
+
+    def save() -> None:
         with tempfile.TemporaryDirectory() as folder:
             begin = time.process_time()
             sf.checkpoint.save(LocalDirectory(folder), {"p": params})
             seconds.append(time.process_time() - begin)
+
+    copying = copying_seconds(save, mesh)  # which no host does
+    for _ in range(args.rounds + args.warmup):
+        save()
     dist.destroy_process_group()
-    return {"seconds": seconds[args.warmup :]}
-
-
-def _zeros(module: nn.Module) -> None:
-    for parameter in module.parameters(recurse=False):
-        nn.init.zeros_(parameter)
+    return {"seconds": [x - copying for x in seconds[args.warmup + 1 :]]}
 
 
 def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
