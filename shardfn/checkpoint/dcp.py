@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -93,6 +94,7 @@ class StorageWriter(storage.StorageWriter):
         self._nonce = secrets.token_hex(8)
         self._commit = commit_to(self._place, self._nonce, is_checkpoint(self._place), owner())
         self._commit.begin()
+        self._undo = finalize(self, self._commit.abandon)  # torch does not say when a save has failed
         files = (f"{self._nonce}_{rank}.distcp" for rank in range(len(plans)))
         return [replace(x, storage_data=(self._commit.storage, file)) for x, file in zip(plans, files, strict=True)]
 
@@ -135,6 +137,7 @@ class StorageWriter(storage.StorageWriter):
             _NOTES: {"values": values, "paths": {name: [*path] for name, path in (metadata.planner_data or {}).items()}}
         }
         self._commit.finish(*manifest_of(self._nonce, notes, leaves, everyone))
+        self._undo.detach()
 
 
 class StorageReader(storage.StorageReader):

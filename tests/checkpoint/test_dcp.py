@@ -1,5 +1,6 @@
 """Our checkpoints behind torch.distributed.checkpoint, and its directories."""
 
+import gc
 import os
 import pickle
 import random
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -192,3 +194,12 @@ def test_torchs_directories_that_were_changed(tmp_path: Path, count: int) -> Non
         assert not ran, (number, ran)
         path.write_bytes(files[path])
     assert outcomes["error"] > 0.3 * count, outcomes
+
+
+def test_a_save_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    writer = sf.checkpoint.StorageWriter(tmp_path / "step-1")
+    writer.prepare_global_plan([SavePlan([])])
+    assert [path.name[:16] for path in tmp_path.iterdir()] == [".writing-step-1-"]
+    del writer
+    gc.collect()
+    assert not [*tmp_path.iterdir()]
