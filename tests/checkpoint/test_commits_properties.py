@@ -221,6 +221,7 @@ def _count_operations(below: Path, after: int, with_signal: int) -> None:
     sys.addaudithook(count)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("between", ["save", "prune", "both"])
 def test_a_save_that_stops_anywhere_while_others_replace_or_remove_its_checkpoint(between: str) -> None:
     """It goes on and is the last, or refuses; what is there is whole, and the next save leaves nothing else."""

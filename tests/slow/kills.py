@@ -71,7 +71,7 @@ def saves(rank: int, ranks: int, folder: Path, store: str, overwrite: bool, asyn
             os.write(acknowledge, step.to_bytes(4, "little"))
 
 
-LAST = 300  # a run that trains has so many steps
+LAST = 150  # a run that trains has so many steps
 OTHER_BITS = 2**31  # what one says that does not go on where it was
 
 
@@ -186,9 +186,9 @@ def _all_end(pids: Sequence[int]) -> bool:
 
 def kills(count: int, seed: int, seconds: float = float("inf")) -> Counter[str]:
     """What came of so many kills, or of as many as there are in so many seconds."""
-    draw, outcomes, begin = random.Random(seed), Counter[str](), time.monotonic()
+    draw, outcomes = random.Random(seed), Counter[str]()
     steps = {tempfile.mkdtemp(): 0 for _ in range(4)}  # new names, and the same one; one rank that trains, and two
-    known = undisturbed()
+    known, begin = undisturbed(), time.monotonic()
     for _ in range(count):
         if time.monotonic() - begin > seconds:
             break
