@@ -148,8 +148,11 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class _Runs:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
     def __reduce__(self) -> Any:
-        return os.system, ("touch /tmp/shardfn_was_run",)
+        return os.system, (f"touch {self.path}",)
 
 
 def test_nothing_in_torchs_directories_is_run(tmp_path: Path) -> None:
@@ -157,11 +160,11 @@ def test_nothing_in_torchs_directories_is_run(tmp_path: Path) -> None:
     metadata = tmp_path / "theirs" / ".metadata"
     good = metadata.read_bytes()
     known = pickle.loads(good)
-    known.planner_data = _Runs()
+    known.planner_data = _Runs(tmp_path / "was run")
     metadata.write_bytes(pickle.dumps(known))
     with pytest.raises(sf.ShardError, match=r"theirs' is not what .* writes: it asks for posix.system"):
         dcp.read_directory(tmp_path / "theirs")
-    for what in (_Runs(), 3, b"x"):
+    for what in (_Runs(tmp_path / "was run"), 3, b"x"):
         metadata.write_bytes(pickle.dumps(what))
         with pytest.raises(sf.ShardError, match="is not what"):
             dcp.read_directory(tmp_path / "theirs")
@@ -172,7 +175,7 @@ def test_nothing_in_torchs_directories_is_run(tmp_path: Path) -> None:
     metadata.write_bytes(pickle.dumps(known))
     with pytest.raises(sf.ShardError, match=r"is in '\.\./x', which is no plain file"):
         dcp.read_directory(tmp_path / "theirs")
-    assert not Path("/tmp/shardfn_was_run").exists()
+    assert not (tmp_path / "was").exists()
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=(pytest.mark.slow, pytest.mark.timeout(600)))])
