@@ -71,6 +71,8 @@ class ReplacedManifest:
 
     def begin(self) -> None:
         """Say what is about to be replaced."""
+        if isinstance(self.storage, LocalDirectory) and not self.of_each_rank:
+            _collect(self.storage.path.parent)
         for save in [*_saves(self.storage)]:
             if is_dead(save.owner):
                 _end_replacement(self.storage, save)

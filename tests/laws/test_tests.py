@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "shardfn"
@@ -45,6 +46,11 @@ def test_no_private_cache_or_table_of_the_library(file: str) -> None:
             assert not [name for name in private if name != "_runtime_utils"], f"{file}:{node.lineno}"
         if isinstance(node, ast.Attribute) and node.attr in ("cache_clear", "cache_info"):
             raise AssertionError(f"{file}:{node.lineno}: {node.attr}")
+
+
+def test_properties_have_as_many_examples_as_are_asked_for(pytestconfig: pytest.Config) -> None:
+    """Whatever is imported: torch.testing._internal loads a profile of its own, of 10 examples."""
+    assert settings().max_examples in (pytestconfig.getoption("examples"), 50, 500)
 
 
 def test_names_of_files_are_told_apart() -> None:
