@@ -142,14 +142,18 @@ def _require_same(
     problems: list[str] = []
     for name, (shape, dtype) in wanted.items():
         have = manifest.leaves.get(name)
-        if have is None and missing == "error":
+        if have is None and missing == "error" and _base(name) not in each:
             hint = did_you_mean(name, manifest.leaves.keys() - wanted.keys()) if not problems else ""
             problems.append(f"'{name}' is not in it{hint}")
         elif have and not (have.shape == shape and (have.dtype == dtype or (cast and _rounds(have, dtype)))):
             problems.append(f"'{name}' is {have.shape} {have.dtype}, wanted {shape} {dtype}")
     ranks = Counter(map(_base, manifest.leaves))
     here = dist.get_world_size() if dist.is_initialized() else 1
-    problems += [f"'{x}' of each rank is of {ranks[x]} ranks, and {here} are here" for x in each if ranks[x] != here]
+    for name in sorted(each):
+        if not ranks[name] and missing == "error":
+            problems.append(f"'{name}' of each rank is not in it")
+        elif ranks[name] not in (0, here):
+            problems.append(f"'{name}' of each rank is of {ranks[name]} ranks, and {here} are here")
     for name in sorted(x for x in manifest.leaves if x not in wanted and _base(x) not in each):
         left_out = any(is_in(name, part) or name == part for part in skipped)
         if name.split(".")[0] in whole or (unexpected == "error" and not left_out):

@@ -16,7 +16,7 @@ from torch import Tensor, serialization
 from shardfn._torch import bytes_of
 from shardfn.checkpoint.block_writer import BLOCK, BlockHasher
 from shardfn.checkpoint.commits import METADATA, is_being_replaced, strangers
-from shardfn.checkpoint.manifest import Damaged, HashedFile, Manifest, StoredLeaf
+from shardfn.checkpoint.manifest import EARLIER, Damaged, HashedFile, Manifest, StoredLeaf
 from shardfn.checkpoint.storages import Storage, file_of
 from shardfn.checkpoint.tensor_files import Reader, Stored
 from shardfn.layout import Box, as_runs, narrowed, overlaps
@@ -144,7 +144,7 @@ class VerifiedReader(Reader):
                 size = None
             if size != file.nbytes and name != METADATA:
                 found = "is missing" if size is None else f"has {size} bytes"
-                raise Damaged(f"checkpoint: {file_of(storage, name)} {found}; {file.nbytes} were written")
+                raise Damaged(f"checkpoint: {file_of(storage, name)} {found}; {file.nbytes} were written{EARLIER}")
 
     def read_leaf(self, leaf: StoredLeaf, box: Box, out: Tensor) -> None:
         """Fill `out` with a box of a leaf, from all parts that have some of it.
@@ -176,10 +176,10 @@ class VerifiedReader(Reader):
         try:
             self._storage.read(name, view, number * BLOCK)
         except (ShardError, OSError) as error:
-            raise Damaged(f"checkpoint: {error}") from error
+            raise Damaged(f"checkpoint: {error}{EARLIER}") from error
         if hashlib.sha256(view).hexdigest() != file.hashes[number]:
-            where = f"bytes {number * BLOCK} to {number * BLOCK + len(view)}"
-            raise Damaged(f"checkpoint: {file_of(self._storage, name)} is damaged: {where} are not what was written")
+            where = f"{file_of(self._storage, name)} is damaged: bytes {number * BLOCK} to {number * BLOCK + len(view)}"
+            raise Damaged(f"checkpoint: {where} are not what was written{EARLIER}")
         self._blocks[key] = view
         return view
 

@@ -94,7 +94,7 @@ class SavedLeaf:
     def facts(self) -> list[str]:
         """What must be the same on all ranks."""
         if self.kind == EACH:
-            return [self.names[0].rpartition("@")[0] + self.kind]
+            return [f"'{self.names[0].rpartition('@')[0]}'{self.kind}"]
         return [f"'{name}' {self.shape} {self.dtype}, {self.kind}" for name in self.names]
 
 

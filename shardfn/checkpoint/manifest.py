@@ -29,6 +29,7 @@ FORMAT = 1
 NAME = "manifest.json"
 _FILE = re.compile(r"\.metadata|[0-9a-f]{16}_\d+\.distcp")
 _HASH = re.compile(r"[0-9a-f]{64}")
+EARLIER = "; load an earlier one"  # what errors say of a checkpoint that is damaged
 _PLAIN = (int, float, str, bool, type(None))
 
 
@@ -105,20 +106,30 @@ def read_manifest(storage: Storage) -> Manifest:
         storage.read(NAME, memoryview(text), 0)
         read = json.loads(text)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(f"checkpoint: no checkpoint in {storage} (no {NAME})") from error
+        raise FileNotFoundError(f"checkpoint: no checkpoint in {storage} (no {NAME}){_instead(storage)}") from error
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"checkpoint: {file} is damaged: {str(error)[:100]}") from error
+        raise Damaged(f"checkpoint: {file} is damaged: {str(error)[:100]}{EARLIER}") from error
     try:
         about = read["manifest"]
         if read["sha256"] != digest(about):
             raise ValueError("its hash is another one")
-        if about["format"] != FORMAT:
-            raise ShardError(f"checkpoint: {file} has format {about['format']}; this shardfn reads format {FORMAT}")
-        files = {name: _file(name, **x) for name, x in about["files"].items()}
-        leaves = {name: _leaf(name, files, **x) for name, x in about["leaves"].items()}
-        return Manifest(about["nonce"], files, leaves, about["notes"])
+        if (found := about["format"]) == FORMAT:
+            files = {name: _file(name, **x) for name, x in about["files"].items()}
+            leaves = {name: _leaf(name, files, **x) for name, x in about["leaves"].items()}
+            return Manifest(about["nonce"], files, leaves, about["notes"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"checkpoint: {file} is damaged: {str(error)[:100]}") from error
+        raise Damaged(f"checkpoint: {file} is damaged: {str(error)[:100]}{EARLIER}") from error
+    why = f"has format {str(found)[:100]}, and this shardfn reads format {FORMAT}"
+    raise ShardError(f"checkpoint: {file} {why}; load it by the version that saved it, or a newer one")
+
+
+def _instead(storage: Storage) -> str:
+    """What is there that is no checkpoint."""
+    names = [*storage.names()]
+    if ".metadata" in names and not any(_FILE.fullmatch(name) for name in names if name != ".metadata"):
+        return "; one of torch.distributed.checkpoint becomes one by python -m shardfn.checkpoint convert SOURCE TARGET"
+    step = max((name for name in names if name.startswith("step-")), default="")
+    return f"; there is '{step}' in it, and sf.checkpoint.latest(directory) finds the newest" * bool(step)
 
 
 def is_checkpoint(place: AnyPlace) -> bool:
@@ -132,9 +143,17 @@ def require_each_once(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> 
     Raises:
         Damaged: they are not.
     """
-    starts = {tuple(start for start, _ in box) for box in boxes}
-    if len(starts) != len(boxes) or sum(prod(n for _, n in box) for box in boxes) != prod(shape):
-        raise Damaged(f"checkpoint: parts of '{name}' that are not all of it, or some of it twice")
+    whole = tuple((0, n) for n in shape)
+    split = [dim for dim, span in enumerate(whole) if not span[1] or any(box[dim] != span for box in boxes)]
+    changes = dict[tuple[int, ...], int]()  # of how often it is there, at the corners of boxes
+    for box, times in (*((box, 1) for box in boxes), (whole, -1)):
+        corners = [((), times)]
+        for start, n in (box[dim] for dim in split):
+            corners = [((*at, end), change) for at, by in corners for end, change in ((start, by), (start + n, -by))]
+        for at, change in corners:
+            changes[at] = changes.get(at, 0) + change
+    if any(changes.values()):
+        raise Damaged(f"checkpoint: parts of '{name}' that are not all of it, or some of it twice{EARLIER}")
 
 
 def _file(name: str, size: int, sha256: Sequence[str]) -> HashedFile:

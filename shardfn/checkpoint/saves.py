@@ -98,15 +98,19 @@ def save_and(
     nonce = f"{require_one_path(mesh, 'checkpoint.save', place):016x}"
     with together(mesh, "checkpoint.save"):
         leaves = to_save(tree)
-        told = json.loads(json.dumps(dict(notes or {})))
-        sees = is_first() or isinstance(place, LocalDirectory)
-        if sees and (problem := in_the_way(place, overwrite)):
+        told = _as_json(dict(notes or {}))
+        of_each = isinstance(place, LocalDirectory)
+        problem = in_the_way(place, overwrite) if is_first() or of_each else ""
+        if of_each and problem:
             raise ShardError(f"checkpoint.save: {problem}")
     if mesh is not None:
         instead = ". Of a tensor that each rank may have of its own, save the first rank's: sf.checkpoint.OfFirst(x)"
         facts = [f"async_={async_}", *(fact for leaf in leaves for fact in leaf.facts)]
         agree_on(mesh, "checkpoint.save", facts, instead=instead)
-    commit = commit_to(place, nonce, *of_first((is_first() and is_checkpoint(place), owner())))
+    problem, replaces, by = of_first((problem, is_first() and is_checkpoint(place), owner()))
+    if problem:
+        raise ShardError(f"checkpoint.save: {problem}")
+    commit = commit_to(place, nonce, replaces, by)
     one = _Save(commit, leaves, told, nonce, then)
     over_mesh = partial(_exchanged, mesh)
     if not async_:
@@ -114,6 +118,14 @@ def save_and(
         return place
     one.go(over_mesh, one.begin, one.stage)
     return BACKGROUND.begin(place, partial(one.go, BACKGROUND.exchanged, one.write_staged, one.finish))
+
+
+def _as_json(notes: dict[str, Any]) -> Any:
+    """What is read again; of the notes of other ranks nothing is written."""
+    try:
+        return json.loads(json.dumps(notes))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"checkpoint.save: notes= is what JSON has; tensors go into the tree ({error})") from error
 
 
 # The file of a rank, if it has one, where each box is in it, and the leaves of which each rank has one.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.checkpoint import manifest
+from shardfn.layout import Box
 
 ODD = [
     -1,
@@ -118,3 +119,39 @@ def test_nothing_runs_and_no_path_is_followed(tmp_path: Path) -> None:
     assert all(x.equal(tree[name]) for name, x in read.items())
     with pytest.raises(sf.ShardError, match="metadata' has become shorter"):
         sf.checkpoint.verify(path)
+
+
+def _cut(shape: list[int], draw: random.Random) -> list[Box]:
+    """Boxes that are all of a shape, each element once; half of the time one is another one then."""
+    boxes: list[Box] = [tuple((0, n) for n in shape)]
+    for _ in range(draw.randrange(5)):
+        box = boxes.pop(draw.randrange(len(boxes)))
+        dim, (start, size) = draw.choice([*enumerate(box)])
+        first = draw.randint(0, size)
+        parts = (start, first), (start + first, size - first)
+        boxes += [(*box[:dim], part, *box[dim + 1 :]) for part in parts]
+    if draw.random() < 0.5:
+        box = boxes.pop(draw.randrange(len(boxes)))
+        dim, (start, size) = draw.choice([*enumerate(box)])
+        moved = (start + draw.choice((0, 1, -1)), max(0, size - draw.choice((0, 1))))
+        boxes += [(*box[:dim], moved, *box[dim + 1 :])] * draw.choice((1, 1, 2))
+    return boxes
+
+
+def test_parts_are_all_of_a_leaf_each_once() -> None:
+    outcomes = Counter[bool]()
+    for seed in range(3000):
+        draw = random.Random(seed)
+        shape = [draw.randint(0, 4) for _ in range(draw.randint(1, 3))]
+        boxes, count = _cut(shape, draw), torch.zeros([n + 5 for n in shape], dtype=torch.int64)
+        for box in boxes:
+            count[tuple(slice(start + 2, start + 2 + n) for start, n in box)] += 1
+        count[tuple(slice(2, 2 + n) for n in shape)] -= 1
+        try:
+            manifest.require_each_once("x", shape, boxes)
+        except sf.ShardError:
+            assert count.any(), (shape, boxes)
+        else:
+            assert not count.any(), (shape, boxes)
+        outcomes[bool(count.any())] += 1
+    assert min(outcomes.values()) > 500
