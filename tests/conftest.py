@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             kept = draw.sample(chosen, min(few.args[0], len(chosen)))
         else:
             kept = _one_mesh_each(chosen, draw) if "ranks" in marks else chosen
-        if "property" in marks and settings().max_examples >= MANY:
+        if "property" in marks and settings.get_profile("tier").max_examples >= MANY:
             for item in cases:
                 item.add_marker(pytest.mark.timeout(PATIENCE))
         for item in cases:

@@ -92,7 +92,8 @@ def _load(trainer: Saved, path: Path, others: Mapping[str, Any]) -> dict[str, An
     with failing_together(trainer.mesh, "Trainer.load"):
         notes = directories.notes(path)
         if missing := [name for name in others if name not in notes]:
-            raise ShardError(f"Trainer.load: '{path}' was saved without {missing}: leave out; it has {sorted(notes)}")
+            have = f"has no state of {missing}, only of {sorted(notes)}" if notes else f"has no state of {missing}"
+            raise ShardError(f"Trainer.load: '{path}' {have}; load it without {missing[0]}=")
         sizes = directories.shapes(path)
         like = {name: memory_for(notes[name], name, params, sizes) for name in others}
     if left := [name for name in notes if name not in others]:

@@ -99,6 +99,22 @@ def test_a_tree_goes_to_another_mesh(tmp_path: Path, fsdp: int, tp: int) -> None
         assert value.equal(loaded[name]), name
 
 
+def _small(path: str, saves: bool) -> None:
+    mesh = sf.make_mesh("cpu", fsdp=dist.get_world_size())
+    tensors = {"three": torch.arange(3.0), "uneven": torch.arange(130.0).view(65, 2), "none": torch.empty(0, 3)}
+    params = sf.shard(tensors | {"scalar": torch.tensor(4.0)}, mesh, sf.Policy(min_size=0))
+    if saves:
+        sf.checkpoint.save(path, params)
+    read = sf.gather(sf.checkpoint.load(path, sf.tree.map(torch.zeros_like, params)))
+    assert all(read[name].equal(x) for name, x in tensors.items()) and read["scalar"] == 4
+
+
+@pytest.mark.slow
+def test_most_ranks_have_nothing_of_a_leaf(tmp_path: Path) -> None:
+    run(_small, str(tmp_path / "step-1"), True, ranks=64, timeout=300)
+    run(_small, str(tmp_path / "step-1"), False, ranks=3)
+
+
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_loaded_shards_lie_as_those_they_are_like(mesh: DeviceMesh) -> None:
     """Side by side, so that the next gather and the next update take them in one piece."""
@@ -184,6 +200,7 @@ def test_latest_takes_the_newest_whole_one(tmp_path: Path) -> None:
     for name in ("step-00000002", "step-00000010", "step-x", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").touch()
+        os.utime(tmp_path / name, (10**9 - int(name[5:] or 0) if name[5:].isdecimal() else 0,) * 2)  # a clock goes back
     (tmp_path / "step-00000011").mkdir()
     found = sf.checkpoint.latest(tmp_path)
     assert found is not None and found.name == "step-00000010"
