@@ -20,6 +20,7 @@ import shardfn as sf
 from shardfn._torch import pytree, unwrap_locals
 from shardfn.checkpoint import storages
 from shardfn.checkpoint.__main__ import main
+from shardfn.checkpoint.block_writer import BLOCK
 from shardfn.checkpoint.hashed_files import HashingSink, hash_of
 from shardfn.comm.buckets import whole
 from shardfn.comm.flat_memory import merged
@@ -200,7 +201,8 @@ def test_latest_takes_the_newest_whole_one(tmp_path: Path) -> None:
     for name in ("step-00000002", "step-00000010", "step-x", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").touch()
-        os.utime(tmp_path / name, (10**9 - int(name[5:] or 0) if name[5:].isdecimal() else 0,) * 2)  # a clock goes back
+        when = 10**9 - (int(name[5:]) if name[5:].isdecimal() else 0)  # the clock went back between them
+        os.utime(tmp_path / name, (when, when))
     (tmp_path / "step-00000011").mkdir()
     found = sf.checkpoint.latest(tmp_path)
     assert found is not None and found.name == "step-00000010"
@@ -236,7 +238,9 @@ def test_what_is_missing_or_of_another_dtype_when_that_is_asked_for(tmp_path: Pa
     like = {"a": torch.zeros(2, 3), "n": torch.zeros(2, dtype=torch.int64), "b": torch.full((2,), 7.0), "c": 5}
     with pytest.raises(sf.ShardError, match="3 problems"):
         sf.checkpoint.load(path, like)
-    read = sf.checkpoint.load(path, like, missing="ignore", cast=True)
+    params = _one(5)
+    read = sf.checkpoint.load(path, like | {"p": params}, missing="ignore", cast=True)
+    assert sf.gather(read["p"])["bias"].equal(sf.gather(params)["bias"])
     assert read["a"].equal(whole.float()) and read["b"].equal(like["b"]) and read["c"] == 5
     with pytest.raises(sf.ShardError, match=r"'n' is .* torch.int64, wanted .* torch.int32"):
         sf.checkpoint.load(path, like | {"n": torch.zeros(2, dtype=torch.int32)}, missing="ignore", cast=True)
@@ -341,6 +345,24 @@ def test_a_file_that_is_not_what_was_written_is_an_error(tmp_path: Path, what: s
     )
     for read in (lambda: sf.checkpoint.load(path, tree), lambda: sf.checkpoint.verify(path)):
         with pytest.raises(sf.ShardError, match=says):
+            read()
+
+
+def test_a_file_of_several_blocks(tmp_path: Path) -> None:
+    """Each has a hash of its own, and what is damaged in one is no hindrance to reading others."""
+    first, second = torch.randn(700, 1000), torch.arange(2_500_000)
+    path = sf.checkpoint.save(tmp_path / "step-1", {"first": first, "second": second})
+    like = {"first": torch.zeros(700, 1000), "second": torch.zeros(2_500_000, dtype=torch.int64)}
+    read = sf.checkpoint.load(path, like)
+    assert read["first"].equal(first) and read["second"].equal(second)
+    (file,) = path.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    assert len(data) > 5 * BLOCK
+    data[4 * BLOCK + 5] ^= 1
+    file.write_bytes(data)
+    assert sf.checkpoint.load(path, like | {"second": ...})["first"].equal(first)
+    for read in (lambda: sf.checkpoint.load(path, like), lambda: sf.checkpoint.verify(path)):
+        with pytest.raises(sf.ShardError, match=rf"damaged: bytes {4 * BLOCK} to {5 * BLOCK} are not"):
             read()
 
 
