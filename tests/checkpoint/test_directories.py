@@ -157,8 +157,11 @@ def _bias(path: Path) -> Tensor:
     return sf.gather(sf.checkpoint.load(path, _one(9)))["bias"]
 
 
-def test_what_a_dead_save_left_goes_with_the_next_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replaces", [False, True])
+def test_what_a_dead_save_left_goes_with_the_next_one(tmp_path: Path, replaces: bool) -> None:
     """Unless its process lives, or is on another host."""
+    if replaces:
+        sf.checkpoint.save(tmp_path / "step-1", _one())
     host, _, _ = storages.owner().split(".")
     other = storages.started(os.getppid())
     owners = [
@@ -169,7 +172,7 @@ def test_what_a_dead_save_left_goes_with_the_next_one(tmp_path: Path) -> None:
     ]
     for owner in owners:
         (tmp_path / f".writing-step-1-0-{owner}").mkdir()
-    sf.checkpoint.save(tmp_path / "step-1", _one())
+    sf.checkpoint.save(tmp_path / "step-1", _one(), overwrite=replaces)
     assert {path.name for path in tmp_path.iterdir()} == {"step-1", *(f".writing-step-1-0-{x}" for x in owners[2:])}
 
 

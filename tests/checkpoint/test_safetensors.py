@@ -597,6 +597,8 @@ def test_what_the_first_rank_cannot_write_is_an_error_everywhere(mesh: DeviceMes
         save(path, model, params)
         before = (path / "model.safetensors").read_bytes()
         doubled = sf.tree.map(lambda x: 2 * x, params)
+        pending = sf.grad(lambda p: sf.apply(model, p, torch.ones(2, 64)).sum(), reduce=None)(params)
+        assert_all_raise(lambda: save(path, model, pending), "is a sum that is still pending")
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if dist.get_rank() == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
