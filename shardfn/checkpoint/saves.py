@@ -26,7 +26,15 @@ from shardfn.checkpoint.background import BACKGROUND, StagingSink
 from shardfn.checkpoint.commits import METADATA, Commit, commit_to, in_the_way
 from shardfn.checkpoint.hashed_files import HashingSink, Piece, Sink, TensorPieces, hashed
 from shardfn.checkpoint.leaves import EACH, SavedLeaf, is_first, to_save
-from shardfn.checkpoint.manifest import HashedFile, Manifest, StoredLeaf, StoredPart, is_checkpoint, require_each_once
+from shardfn.checkpoint.manifest import (
+    HashedFile,
+    Manifest,
+    StoredLeaf,
+    StoredPart,
+    is_checkpoint,
+    no_collection,
+    require_each_once,
+)
 from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage, owner, with_space
 from shardfn.comm import agree_on, failing_together, gather_objects
 from shardfn.layout import Box
@@ -213,6 +221,7 @@ class _Save:
             self._then()
 
 
+@no_collection()
 def manifest_of(
     nonce: str, notes: Mapping[str, Any], leaves: Sequence[SavedLeaf], everyone: Sequence[Written]
 ) -> tuple[Manifest, bytes]:
