@@ -15,12 +15,13 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from threading import Thread
+from threading import RLock, Thread
 from typing import Any
 
 import torch
@@ -138,14 +139,31 @@ class Background:
     """What a process needs for its saves in the background."""
 
     def __init__(self) -> None:
+        os.register_at_fork(after_in_child=self._forget)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.lock = RLock()
         self._writer: Any = None
         self._exchange: tuple[Any, Any] = None, None  # the process group of all ranks, and one beside it
         self._latest: Saving | None = None
+        self._failed = False
+
+    def _forget(self) -> None:
+        """What a process has begun is not its child's."""
+        for pipe in (self._writer.stdin, self._writer.stdout) if self._writer is not None else ():
+            with open(os.devnull, "r+b") as nothing:
+                os.dup2(nothing.fileno(), pipe.fileno())
+        if (memory := vars(self).pop("memory", None)) is not None:
+            os.close(memory.descriptor)
+        self._begin()
 
     @cached_property
     def memory(self) -> SharedMemory:
         """Where what is to be written is copied to."""
-        atexit.register(self._end)
+        if _is_running():
+            vars(threading)["_register_atexit"](self._end)  # before executors end, which a `Storage` may have
+            atexit.register(self._exit)
         return SharedMemory()
 
     def meet(self, name: str) -> None:
@@ -156,8 +174,10 @@ class Background:
 
     def begin(self, path: AnyPlace, work: Callable[[], None]) -> Saving:
         """Do that; nothing else goes on."""
-        self._latest = Saving(path, work)
-        return self._latest
+        saving = self._latest = Saving(path, work)
+        if not _is_running():  # nobody would wait for it any more
+            self.settle()
+        return saving
 
     def settle(self) -> None:
         """Wait for the save that goes on.
@@ -231,9 +251,19 @@ class Background:
             self.end_writer()
         except Exception:
             traceback.print_exc()
+            self._failed = True
+
+    def _exit(self) -> None:
+        """An exception would leave the exit status at 0."""
+        if self._failed:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # an exception here would leave the exit status at 0
+            os._exit(1)
+
+
+def _is_running() -> bool:
+    """Whether the program goes on, rather than its handlers of `atexit`."""
+    return threading.main_thread().is_alive()
 
 
 BACKGROUND = Background()  # of this process

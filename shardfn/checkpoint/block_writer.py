@@ -13,9 +13,9 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 BLOCK = 4 * 2**20  # bytes of a file that have a hash
@@ -29,17 +29,24 @@ class DiskFile:
         self._path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._at = self._begun = 0
-        self._flusher, self._flushed = ThreadPoolExecutor(1), Future[None]()
-        self._flushed.set_result(None)
+        self._flusher: Thread | None = None
+        self._problem: OSError | None = None
 
     def write(self, data: Any) -> None:
         """Write bytes to its end; the disk works while more are made."""
         with self._named():
             write_at(self._descriptor, memoryview(data), self._at)
         self._at += len(data)
-        if self._at - self._begun >= BLOCK and self._flushed.done():
+        if self._at - self._begun >= BLOCK and not (self._flusher and self._flusher.is_alive()):
             self._begun = self._at
-            self._flushed = self._flusher.submit(os.fdatasync, self._descriptor)
+            self._flusher = Thread(target=self._flush, daemon=True)
+            self._flusher.start()
+
+    def _flush(self) -> None:
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            self._problem = error
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -54,12 +61,14 @@ class DiskFile:
 
     def __exit__(self, kind: object, *rest: object) -> None:
         try:
+            if self._flusher is not None:
+                self._flusher.join()
             if kind is None:
                 with self._named():
-                    self._flushed.result()
+                    if self._problem is not None:
+                        raise self._problem
                     os.fsync(self._descriptor)
         finally:
-            self._flusher.shutdown()
             os.close(self._descriptor)
 
 

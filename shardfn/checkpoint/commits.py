@@ -15,18 +15,18 @@ The owner is a process, by its host, its number and when it began.
 import errno
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from shardfn.checkpoint.block_writer import sync
-from shardfn.checkpoint.manifest import NAME, Manifest, read_manifest
+from shardfn.checkpoint.manifest import NAME, Damaged, Manifest, read_manifest
 from shardfn.checkpoint.storages import NEW, LocalDirectory, Storage, has, is_dead
 from shardfn.notation import ShardError
 
 METADATA = ".metadata"  # for torch.distributed.checkpoint; never read here
-_WRITING, _REMOVING, _NONE = ".writing-", ".removing-", "none"
+_WRITING, _REMOVING, _NONE, _UNREADABLE = ".writing-", ".removing-", "none", "unreadable"
 _OF_SAVE = re.compile(r"([0-9a-f]{16})(_\d+\.distcp|\.metadata)")
 
 
@@ -57,7 +57,7 @@ class RenamedDirectory:
             raise ShardError(f"checkpoint.save: another save has made '{self._target}' meanwhile") from error
         sync(self._target.parent)
 
-    def abandon(self) -> None:
+    def abandon(self, names: Sequence[str]) -> None:
         """Take away what was written."""
         shutil.rmtree(self.storage.path, ignore_errors=True)
 
@@ -87,9 +87,17 @@ class ReplacedManifest:
 
     def finish(self, manifest: Manifest, metadata: bytes) -> None:
         """Make it the checkpoint."""
+        for name, file in manifest.files.items():
+            if name != METADATA and not self.of_each_rank and not has(self.storage, name, file.nbytes):
+                raise ShardError(
+                    f"checkpoint.save: a rank has written '{name}' to another {self.storage} than the first rank sees; "
+                    "give a directory that all ranks see, or sf.checkpoint.LocalDirectory of each"
+                )
         self.storage.put(f"{self._nonce}{METADATA}", metadata)
         self.storage.put(NAME, manifest.text().encode(errors="surrogatepass"), self._require_same)
-        with suppress(FileNotFoundError):  # another save or removal may come in between, and do the rest
+        with suppress(
+            OSError
+        ):  # it is there; another save or removal may come in between, and the next one does the rest
             assert self._save is not None
             _end_replacement(self.storage, self._save)
 
@@ -99,15 +107,23 @@ class ReplacedManifest:
         if save is None or not has(self.storage, save.marker) or _nonce_in(self.storage) != save.old:
             raise ShardError(f"checkpoint.save: another save, or removal, has replaced {self.storage} meanwhile")
 
-    def abandon(self) -> None:
-        """Take away what was written, unless it is the checkpoint by now."""
-        if _nonce_in(self.storage) != self._nonce:
-            _remove(self.storage, self._nonce)
-            if self._save is not None:
-                _remove(self.storage, self._save.marker)
+    def abandon(self, names: Sequence[str]) -> None:
+        """Take away these files, unless they are the checkpoint by now; a listing may be late."""
+        if _nonce_in(self.storage) == self._nonce:
+            return
+        begun = [] if self._save is None else [f"{self._nonce}{METADATA}", self._save.marker]
+        with suppress(OSError):  # the marker says what the others are, as long as they are there
+            for name in (*names, *begun):
+                with suppress(FileNotFoundError):
+                    self.storage.remove(name)
 
 
 Commit = RenamedDirectory | ReplacedManifest
+
+
+def name_of_file(nonce: str, rank: int) -> str:
+    """What the file of a rank is called."""
+    return f"{nonce}_{rank}.distcp"
 
 
 def commit_to(place: Path | Storage, nonce: str, replaces: bool, owner: str) -> Commit:
@@ -170,7 +186,10 @@ def _saves(storage: Storage) -> Iterator[_Save]:
 
 
 def _nonce_in(storage: Storage) -> str:
-    return read_manifest(storage).nonce if has(storage, NAME) else _NONE
+    try:
+        return read_manifest(storage).nonce if has(storage, NAME) else _NONE
+    except Damaged:
+        return _UNREADABLE
 
 
 def remove(checkpoint: Path) -> None:
@@ -197,7 +216,8 @@ def _end_replacement(storage: Storage, save: _Save) -> None:
     """
     names = [*storage.names()]
     others = {nonce for x in _saves(storage) if x.marker != save.marker for nonce in (x.old, x.new)}
-    nonce = _nonce_in(storage)
+    if (nonce := _nonce_in(storage)) == _UNREADABLE:
+        return
     kept = (others - {save.old}) | {nonce}  # what was replaced may have ended, but for its file for torch
     for name in names:
         if (whose := _OF_SAVE.fullmatch(name)) and whose[1] not in kept:

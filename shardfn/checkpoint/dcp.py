@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.futures import Future
 
 from shardfn._torch import read_checkpoint_metadata
-from shardfn.checkpoint.commits import METADATA, commit_to, in_the_way
+from shardfn.checkpoint.commits import METADATA, commit_to, in_the_way, name_of_file
 from shardfn.checkpoint.hashed_files import HashingSink, TensorPieces, VerifiedReader
 from shardfn.checkpoint.leaves import SavedLeaf
 from shardfn.checkpoint.manifest import from_json, is_checkpoint, read_manifest, require_each_once, to_json
@@ -94,8 +94,8 @@ class StorageWriter(storage.StorageWriter):
         self._nonce = secrets.token_hex(8)
         self._commit = commit_to(self._place, self._nonce, is_checkpoint(self._place), owner())
         self._commit.begin()
-        self._undo = finalize(self, self._commit.abandon)  # torch does not say when a save has failed
-        files = (f"{self._nonce}_{rank}.distcp" for rank in range(len(plans)))
+        files = [name_of_file(self._nonce, rank) for rank in range(len(plans))]
+        self._undo = finalize(self, self._commit.abandon, files)  # torch does not say when a save has failed
         return [replace(x, storage_data=(self._commit.storage, file)) for x, file in zip(plans, files, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[storage.WriteResult]]:

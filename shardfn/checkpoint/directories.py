@@ -4,6 +4,7 @@ load    the manifest  ->  compared with what is wanted  ->  each rank reads its 
 """
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from contextlib import closing
@@ -67,8 +68,9 @@ def load(
     """
     mesh, storage = mesh_of(like, mesh), storage_of(path)
     settle(mesh)
-    place = storage if isinstance(path, Storage) else path
-    require_one_path(mesh, "checkpoint.load", place if is_checkpoint(path) else None)
+    with together(mesh, "checkpoint.load"):
+        place = (storage if isinstance(path, Storage) else path) if is_checkpoint(path) else None
+    require_one_path(mesh, "checkpoint.load", place)
     with together(mesh, "checkpoint.load"):
         manifest = read_manifest(storage)
         wanted = wanted_by(like)
@@ -122,7 +124,12 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 def steps(directory: str | os.PathLike[str]) -> list[Path]:
     """The finished checkpoints `step-N` in a directory, the newest first."""
     found = [p for p in Path(directory).glob("step-*") if is_checkpoint(p) and p.name[5:].isdecimal()]
-    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The number of a checkpoint `step-N`."""
+    return int(path.name[5:])
 
 
 def _require_same(
@@ -170,8 +177,12 @@ def _rounds(stored: StoredLeaf, dtype: torch.dtype) -> bool:
     return stored.dtype.is_floating_point and dtype.is_floating_point
 
 
-def prune(directory: str | os.PathLike[str], keep: int | None, every: int | None = None) -> None:
-    """Take away all but the newest `keep` checkpoints `step-N`, and those of multiples of `every`."""
-    for path in steps(directory)[keep:] if keep is not None else ():
-        if every is None or int(path.name[5:]) % every:
-            remove(path)
+def prune(directory: str | os.PathLike[str], last: int, keep: int | None, every: int | None = None) -> None:
+    """Of the checkpoints `step-N` up to step `last`, take away all but the newest `keep` and multiples of `every`."""
+    older = [path for path in steps(directory) if step_of(path) <= last]
+    for path in older[keep:] if keep is not None else ():
+        if every is None or step_of(path) % every:
+            try:
+                remove(path)
+            except OSError as error:
+                warnings.warn(f"checkpoint: '{path}' stays, which cannot be taken away: {error}", stacklevel=2)

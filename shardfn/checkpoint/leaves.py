@@ -15,26 +15,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from shardfn._torch import pytree, unwrap_local, unwrap_locals, with_local, with_locals
 from shardfn.checkpoint.hashed_files import VerifiedReader, hash_of
 from shardfn.checkpoint.manifest import Manifest
 from shardfn.checkpoint.tensor_files import Described
 from shardfn.comm import flat_memory
-from shardfn.layout import (
-    Axes,
-    Box,
-    Grid,
-    Layout,
-    Leaf,
-    grid_of,
-    in_turn,
-    local_boxes,
-    narrowed,
-    nested_chunk,
-    per_rank,
-)
+from shardfn.layout import Axes, Box, Grid, Layout, Leaf, grid_of, in_turn, local_boxes, narrowed, per_rank
 from shardfn.notation import ShardError
 from shardfn.params import Params, is_tree, path_name, sharding
 
@@ -110,16 +98,18 @@ def to_save(tree: Any) -> list[SavedLeaf]:
         if isinstance(value, Params):
             leaves += _of_tree(name, value)
         elif isinstance(value, DTensor):
-            sharding.require_reduced("checkpoint", name, value)
-            box, splits = _box_of(value)
+            box, splits = _box_of(name, value)
             axes = {str(dim): size for dim, size in enumerate(value.device_mesh.shape)}
             places = dict(zip(axes, value.device_mesh.get_coordinate() or (), strict=True))
             here = _is_written_here(name, [str(dim) for dim in splits], axes, places)
             parts = [(box, local)] if here and (local := unwrap_local(value)).numel() else []
-            leaves.append(SavedLeaf((name,), tuple(value.shape), value.dtype, "DTensor", parts))
+            ranks = value.device_mesh.mesh.flatten()
+            kind = f"a DTensor of {len(ranks)} ranks from rank {ranks[0]} on"
+            leaves.append(SavedLeaf((name,), tuple(value.shape), value.dtype, kind, parts))
         elif value is not ...:
             plain = value.tensor if isinstance(value, _DECLARED) else value
             plain = plain.detach() if isinstance(plain, Tensor) else _number(name, plain)
+            _require_plain(name, plain)
             each = isinstance(value, PerRank)
             parts = [(tuple((0, n) for n in plain.shape), plain)] if each or is_first() else []
             kind = EACH if each else "of the first rank" if isinstance(value, OfFirst) else _described(value)
@@ -164,9 +154,10 @@ def values_of(tree: Any) -> dict[str, Any]:
         if value is None:
             continue
         name = name_of(path)
-        if not isinstance(value, Params | OfFirst | PerRank | Tensor | int | float | EllipsisType):
-            kind = type(value).__name__
-            raise TypeError(f"checkpoint: '{name}' is a {kind}; write save(path, tree), of tensors and numbers")
+        held = value.tensor if isinstance(value, _DECLARED) else value
+        if not isinstance(held, Tensor if held is not value else Params | Tensor | int | float | EllipsisType):
+            what = f"is a {type(held).__name__}; a tree has tensors and numbers"
+            raise TypeError(f"checkpoint: '{name}' {what}, and notes= what else JSON can hold")
         names = {name}
         if isinstance(value, Params):  # under an empty key its parameters are beside the other leaves
             names = {each for names, _ in _parameters(name, value) for each in names}
@@ -200,7 +191,7 @@ def _number(name: str, number: float) -> Tensor:
 
 
 def _dtype_of(number: float) -> torch.dtype:
-    return torch.float64 if isinstance(number, float) else torch.int64
+    return torch.bool if isinstance(number, bool) else torch.float64 if isinstance(number, float) else torch.int64
 
 
 def wanted_by(like: Any) -> dict[str, Described]:
@@ -214,6 +205,8 @@ def wanted_by(like: Any) -> dict[str, Described]:
             plain = value.tensor if isinstance(value, _DECLARED) else value
             stored = of_rank(name) if isinstance(value, PerRank) else name
             is_tensor = isinstance(plain, Tensor)
+            if is_tensor and not isinstance(plain, DTensor):
+                _require_plain(name, plain)
             wanted[stored] = (tuple(plain.shape), plain.dtype) if is_tensor else ((), _dtype_of(plain))
     return wanted
 
@@ -242,7 +235,7 @@ def restored(manifest: Manifest, reader: VerifiedReader, name: str, like: Any) -
         return like
     new = _emptied(like) if isinstance(like, Tensor) else torch.empty((), dtype=_dtype_of(like))
     local = unwrap_local(new)
-    box = _box_of(like)[0] if isinstance(like, DTensor) else tuple((0, n) for n in new.shape)
+    box = _box_of(name, like)[0] if isinstance(like, DTensor) else tuple((0, n) for n in new.shape)
     read(name, [(box, tuple((0, n) for n in local.shape))], local)
     return new if isinstance(like, Tensor) else type(like)(new.item())
 
@@ -290,13 +283,21 @@ def fill(
     local.copy_(per_rank(grid, filled, [local])[0])
 
 
-def _box_of(x: DTensor) -> tuple[Box, tuple[int, ...]]:
+def _box_of(name: str, x: DTensor) -> tuple[Box, tuple[int, ...]]:
     """What this rank has of a DTensor, and the dims of its mesh that split it."""
-    mesh, coordinate = x.device_mesh, x.device_mesh.get_coordinate()
-    assert coordinate is not None, "all ranks of a mesh save together"
-    splits: list[list[tuple[int, int]]] = [[] for _ in x.shape]
-    for dim, placement in enumerate(x.placements):
-        if type(placement) is Shard:
-            splits[placement.dim % x.dim()].append((mesh.size(dim), coordinate[dim]))
-    box = tuple(nested_chunk(size, split) for size, split in zip(x.shape, splits, strict=True))
+    sharding.require_reduced("checkpoint", name, x)
+    (chunk,) = x.__create_chunk_list__()
+    box = tuple(zip(chunk.offsets, chunk.sizes, strict=True))
     return box, tuple(dim for dim, placement in enumerate(x.placements) if not isinstance(placement, Replicate))
+
+
+def _require_plain(name: str, x: Tensor) -> None:
+    """Of a tensor that is not split.
+
+    Raises:
+        ShardError: it is no array of numbers in memory.
+    """
+    kinds = {"sparse": x.layout is not torch.strided, "quantized": x.is_quantized, "nested": x.is_nested}
+    kinds |= {"meta": x.is_meta, type(x).__name__: hasattr(x, "__tensor_flatten__")}
+    if kind := next((kind for kind, is_one in kinds.items() if is_one), ""):
+        raise ShardError(f"checkpoint: '{name}' is a {kind} tensor; write a dense one that has its numbers")

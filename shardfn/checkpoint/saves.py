@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardfn import _torch
 from shardfn._torch import pytree
 from shardfn.checkpoint.background import BACKGROUND, StagingSink
-from shardfn.checkpoint.commits import METADATA, Commit, commit_to, in_the_way
+from shardfn.checkpoint.commits import METADATA, Commit, RenamedDirectory, commit_to, in_the_way, name_of_file
 from shardfn.checkpoint.hashed_files import HashingSink, Piece, Sink, TensorPieces, hashed
 from shardfn.checkpoint.leaves import EACH, SavedLeaf, is_first, to_save
 from shardfn.checkpoint.manifest import (
@@ -41,6 +41,7 @@ from shardfn.layout import Box
 from shardfn.notation import ShardError
 from shardfn.params import Params, is_tree
 
+_NESTED = 200  # levels of calls that a program may need to get to where it reads a manifest
 _FRAME = 8192  # more bytes than torch.save puts around the numbers of a tensor
 
 
@@ -99,10 +100,24 @@ def save_and(
     overwrite: bool = False,
 ) -> Any:
     """`save`, and what the first rank does once the checkpoint is there."""
-    if not isinstance(path, str | os.PathLike | Storage):
-        raise TypeError(f"checkpoint.save: the path is a {type(path).__name__}; write save(path, tree)")
-    mesh, place = mesh_of(tree, mesh), path if isinstance(path, Storage) else Path(path)
+    with BACKGROUND.lock:  # of threads, which share the memory that is written in the background
+        return _save_and(then, path, tree, mesh_of(tree, mesh), notes, async_, overwrite)
+
+
+def _save_and(
+    then: Callable[[], object],
+    path: AnyPlace,
+    tree: Any,
+    mesh: DeviceMesh | None,
+    notes: Mapping[str, Any] | None,
+    async_: bool,
+    overwrite: bool,
+) -> Any:
     settle(mesh)
+    with together(mesh, "checkpoint.save"):
+        if not isinstance(path, str | os.PathLike | Storage):
+            raise TypeError(f"checkpoint.save: the path is a {type(path).__name__}; write save(path, tree)")
+    place = path if isinstance(path, Storage) else Path(path)
     nonce = f"{require_one_path(mesh, 'checkpoint.save', place):016x}"
     with together(mesh, "checkpoint.save"):
         leaves = to_save(tree)
@@ -111,11 +126,15 @@ def save_and(
         problem = in_the_way(place, overwrite) if is_first() or of_each else ""
         if of_each and problem:
             raise ShardError(f"checkpoint.save: {problem}")
+        facts_of_first = problem, is_first() and is_checkpoint(place), owner()
     if mesh is not None:
-        instead = ". Of a tensor that each rank may have of its own, save the first rank's: sf.checkpoint.OfFirst(x)"
+        instead = (
+            ". A tensor that is not the same on all ranks is saved of the first one, sf.checkpoint.OfFirst(x), or of "
+        )
+        instead += "each, sf.checkpoint.PerRank(x)"
         facts = [f"async_={async_}", *(fact for leaf in leaves for fact in leaf.facts)]
         agree_on(mesh, "checkpoint.save", facts, instead=instead)
-    problem, replaces, by = of_first((problem, is_first() and is_checkpoint(place), owner()))
+    problem, replaces, by = of_first(facts_of_first)
     if problem:
         raise ShardError(f"checkpoint.save: {problem}")
     commit = commit_to(place, nonce, replaces, by)
@@ -131,8 +150,10 @@ def save_and(
 def _as_json(notes: dict[str, Any]) -> Any:
     """What is read again; of the notes of other ranks nothing is written."""
     try:
-        return json.loads(json.dumps(notes))
-    except (TypeError, ValueError) as error:
+        text = json.dumps(notes)
+        json.loads("[" * _NESTED + text + "]" * _NESTED)  # in a manifest, and wherever that will be read
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"checkpoint.save: notes= is what JSON has; tensors go into the tree ({error})") from error
 
 
@@ -148,7 +169,8 @@ class _Save:
     ) -> None:
         self._commit, self._leaves, self._notes, self._nonce, self._then = commit, leaves, notes, nonce, then
         self._is_first = is_first()  # in the background there may be no process group any more
-        self._name = f"{nonce}_{dist.get_rank() if dist.is_initialized() else 0}.distcp"
+        rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._name = name_of_file(nonce, rank)
         self._own = [replace(leaf, parts=[]) for leaf in leaves if leaf.kind == EACH]
         self._places: list[tuple[str, Box, Piece]] = []
         self._staged: Tensor | None = None
@@ -160,8 +182,9 @@ class _Save:
             for step in steps:
                 results = exchange(partial(self._step, step, results))
         except Exception:
-            if self._is_first or self._commit.of_each_rank:
-                self._commit.abandon()
+            if self._is_first or not isinstance(self._commit, RenamedDirectory):
+                ranks = range(self._ranks)
+                self._commit.abandon([name_of_file(self._nonce, x) for x in ranks] if self._is_first else [self._name])
             raise
 
     def _step(self, step: Callable[[list[Any]], Any], results: list[Any]) -> Any:

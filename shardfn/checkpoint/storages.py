@@ -146,10 +146,10 @@ def storage_of(place: AnyPlace) -> Storage:
     return LocalDirectory(place)
 
 
-def has(storage: Storage, name: str) -> bool:
-    """Whether a file is there."""
+def has(storage: Storage, name: str, nbytes: int | None = None) -> bool:
+    """Whether a file is there, of this size if one is given."""
     try:
-        return storage.size(name) >= 0
+        return storage.size(name) in (range(2**63) if nbytes is None else [nbytes])
     except (FileNotFoundError, NotADirectoryError):
         return False
 

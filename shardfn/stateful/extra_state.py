@@ -21,7 +21,7 @@ from shardfn._torch import bytes_of, pytree
 from shardfn.checkpoint import PerRank, from_json, hash_of, of_rank, to_json
 from shardfn.comm import digest
 from shardfn.notation import ShardError
-from shardfn.params import Params, map_local
+from shardfn.params import Params
 
 OTHERS = "others"  # where a checkpoint has their tensors
 
@@ -49,7 +49,7 @@ def to_save(other: Any, name: str, params: Params) -> tuple[dict[str, Any], dict
             )
     rest: dict[str, Tensor] = {}
     skeleton = to_json(state, name, rest)
-    described = {key: [_dtype_name(next(iter(tree.values()))), list(tree)] for key, tree in trees.items()}
+    described = {key: {leaf: _dtype_name(x) for leaf, x in tree.items()} for key, tree in trees.items()}
     return {"rest": rest, "trees": trees}, {"state": skeleton, "trees": described}
 
 
@@ -116,9 +116,9 @@ def memory_for(notes: Any, name: str, params: Params, shapes: Mapping[str, Seque
         shape = shapes.get(of_rank(f"{OTHERS}.{name}.each"), (0,))
         return {"each": PerRank(torch.empty(shape, dtype=torch.uint8))}
     trees = {}
-    for key, (dtype, leaves) in notes["trees"].items():
-        shards = params.like((leaf, params[leaf].detach()) for leaf in leaves)
-        trees[key] = map_local(lambda x, dtype=dtype: torch.zeros_like(x, dtype=getattr(torch, dtype)), shards)
+    for key, dtypes in notes["trees"].items():
+        leaves = {leaf: params[leaf].detach() for leaf in dtypes}
+        trees[key] = params.like((x, torch.zeros_like(leaves[x], dtype=getattr(torch, dtypes[x]))) for x in leaves)
     rest: dict[str, Tensor] = {}
 
     def make(path: str, described: Mapping[str, Any]) -> Tensor:

@@ -52,9 +52,14 @@ def save(
     Raises:
         ShardError: it would be taken away at once; a state that cannot be saved.
     """
-    if keep is not None and keep < 1:
-        raise ShardError(f"Trainer.save: keep={keep} would take away this checkpoint, too; write keep=1 or more")
     with failing_together(trainer.mesh, "Trainer.save"):
+        for name, number in (("keep", keep), ("keep_every", every)):
+            if number is not None and (not isinstance(number, int) or number < 1):
+                why = "would take away this checkpoint, too; write keep=1 or more" * (number == 0 and name == "keep")
+                raise ShardError(f"Trainer.save: {name}={number!r} {why or 'is no number of checkpoints or steps'}")
+        newest = directories.latest(directory) if saves.is_first() else None
+        if newest is not None and directories.step_of(newest) > trainer.steps:
+            warnings.warn(f"Trainer.save: '{newest}' is of a later step, and is what resume= takes", stacklevel=3)
         saved = {name: to_save(x, name, trainer.params) for name, x in _with_scaler(trainer, others).items()}
     rows = exchange_numbers(trainer.mesh, [0, *(digest_of(*x) for x in saved.values())])
     for name, *digests in zip(saved, *(row[1:] for row in rows), strict=False):
@@ -65,7 +70,7 @@ def save(
     state["buffers"] = {name: OfFirst(x) for name, x in trainer.module.named_buffers()}
     state["random"] = [PerRank(x) for x in _random_states(device_of(trainer.mesh.device_type))]
     told = {name: notes for name, (_, notes) in saved.items()}
-    tidy = partial(directories.prune, directory, keep, every)
+    tidy = partial(directories.prune, path.parent.absolute(), trainer.steps, keep, every)
     return saves.save_and(tidy, path, state, trainer.mesh, told, async_, overwrite=True)
 
 
@@ -73,7 +78,11 @@ def found_in(mesh: DeviceMesh, verb: str, directory: str | os.PathLike[str]) -> 
     """The checkpoints that the first rank sees, the newest first; or the one that this is."""
     saves.settle(mesh)
     saves.require_one_path(mesh, verb, directory)
-    return saves.of_first([Path(directory)] if is_checkpoint(directory) else directories.steps(directory))
+    with failing_together(mesh, verb):
+        if Path(directory).is_file():
+            raise ShardError(f"{verb}: '{directory}' is a file; give a checkpoint, or a directory of some")
+        found = [Path(directory)] if is_checkpoint(directory) else directories.steps(directory)
+    return saves.of_first(found)
 
 
 def load(trainer: Saved, found: Sequence[Path], others: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
@@ -94,23 +103,24 @@ def _load(trainer: Saved, path: Path, others: Mapping[str, Any]) -> dict[str, An
         if missing := [name for name in others if name not in notes]:
             have = f"has no state of {missing}, only of {sorted(notes)}" if notes else f"has no state of {missing}"
             raise ShardError(f"Trainer.load: '{path}' {have}; load it without {missing[0]}=")
-        sizes = directories.shapes(path)
+        sizes, ranks = directories.shapes(path), directories.saved_by(path, "random.0")
         like = {name: memory_for(notes[name], name, params, sizes) for name in others}
     if left := [name for name in notes if name not in others]:
         asked = f"load(..., {left[0]}=...)"
         warnings.warn(f"Trainer.load: '{path}' also has {left}, which nobody asked for: {asked}", stacklevel=4)
     wanted, device = _state(trainer) | {OTHERS: like}, device_of(trainer.mesh.device_type)
-    if (ranks := directories.saved_by(path, "random.0")) == trainer.mesh.size():
+    if ranks == trainer.mesh.size():
         wanted["random"] = [PerRank(x) for x in _random_states(device)]
     elif ranks:
         why = f"'{path}' has random states of {ranks} ranks, and {trainer.mesh.size()} are here, which keep their own"
         warnings.warn(f"Trainer.load: {why}", stacklevel=4)
     whole = ("params", "optimizer")
     state = directories.load(path, wanted, trainer.mesh, whole=whole, unexpected="ignore")
+    with failing_together(trainer.mesh, "Trainer.load"):
+        for name, other in others.items():
+            load_into(other, name, notes[name], state[OTHERS][name], params)
     if "random" in state:
         _set_random_states(device, [x.tensor for x in state["random"]])
-    for name, other in others.items():
-        load_into(other, name, notes[name], state[OTHERS][name], params)
     return state
 
 

@@ -154,14 +154,14 @@ class Directory(RuleBasedStateMachine):
 
     @rule(keep=st.integers(1, 3), every=st.none() | st.integers(1, 3))
     def prune(self, keep: int, every: int | None) -> None:
-        directories.prune(self.folder, keep, every)
+        directories.prune(self.folder, 3, keep, every)
         for step in self.pruned(keep, every):
             del self.there[step]
             self.touch(step)
 
     @rule(keep=st.integers(1, 3), every=st.none() | st.integers(1, 3), after=st.integers(0, LATE))
     def prune_and_die(self, keep: int, every: int | None, after: int) -> None:
-        os.waitpid(self.begin(lambda: directories.prune(self.folder, keep, every), after, signal.SIGKILL), 0)
+        os.waitpid(self.begin(lambda: directories.prune(self.folder, 3, keep, every), after, signal.SIGKILL), 0)
         for step in self.pruned(keep, every):
             if not self.path(step).exists():
                 del self.there[step]

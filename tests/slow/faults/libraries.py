@@ -193,7 +193,7 @@ class Shardfn(Contender):
         return sf.checkpoint.directories.is_checkpoint(path)
 
     def prune(self, folder: Path, keep: int) -> None:
-        sf.checkpoint.directories.prune(folder, keep)
+        sf.checkpoint.directories.prune(folder, step_of(self.all(folder)[0]), keep)
 
 
 class Dcp(Contender):
