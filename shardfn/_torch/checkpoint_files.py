@@ -42,6 +42,16 @@ def checkpoint_metadata(tensors: Mapping[str, tuple[Sequence[int], torch.dtype, 
     return pickle.dumps(metadata)
 
 
+def with_values(data: bytes, values: Mapping[str, tuple[str, int, int]], paths: Mapping[str, Sequence[Any]]) -> bytes:
+    """The contents of that file of ours, with what is no tensor, as (file, at, length), and paths in a state dict."""
+    metadata = read_checkpoint_metadata(data)
+    for name, where in values.items():
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(name)] = filesystem._StorageInfo(*where)
+    metadata.planner_data |= {name: tuple(path) for name, path in paths.items()}
+    return pickle.dumps(metadata)
+
+
 _OF_METADATA = (Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata, BytesStorageMetadata)
 _OF_METADATA = (*_OF_METADATA, ChunkStorageMetadata, metadata_._MEM_FORMAT_ENCODING)
 _CLASSES: dict[tuple[str, str], Any] = {(metadata_.__name__, x.__name__): x for x in _OF_METADATA}

@@ -20,6 +20,7 @@ import torch
 from shardfn.checkpoint import dcp, directories, tensor_files
 from shardfn.checkpoint.commits import METADATA
 from shardfn.checkpoint.hashed_files import VerifiedReader
+from shardfn.checkpoint.leaves import keys_of
 from shardfn.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
 from shardfn.checkpoint.saves import save
 from shardfn.checkpoint.storages import storage_of
@@ -52,7 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _in(directory: Path) -> list[Path]:
     names = sorted(directory.iterdir()) if directory.is_dir() else []
-    return [*directories.steps(directory), *(x for x in names if is_checkpoint(x) and x.name[:5] != "step-")]
+    steps = directories.steps(directory)
+    return [*steps, *(x for x in names if is_checkpoint(x) and x not in steps)]
 
 
 def _reported(path: Path, command: Callable[[], object]) -> int:
@@ -65,7 +67,7 @@ def _reported(path: Path, command: Callable[[], object]) -> int:
             files, notes = sum(x.endswith(".distcp") for x in manifest.files), f", notes {sorted(manifest.notes)}"
             print(f"{path}: {len(manifest.leaves)} leaves, {files} files, {size:,} bytes{notes * bool(manifest.notes)}")
         else:
-            print(f"{path}: written")
+            print(f"{path}: written; notes are not in it")
     except (ShardError, OSError, TypeError) as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 1
@@ -85,6 +87,7 @@ def _convert(source: Path, target: Path, to: str, only: str) -> None:
         _into_safetensors(source, manifest, target, only)
     elif to == "dcp" and not only:
         shutil.copytree(source, target, ignore=lambda _, names: [x for x in names if x not in {*manifest.files}])
+        dcp.write_values(manifest, target)
     else:
         raise ShardError("from a checkpoint of shardfn: write --to dcp, or a name that ends in .safetensors")
 
@@ -92,16 +95,16 @@ def _convert(source: Path, target: Path, to: str, only: str) -> None:
 def _into_ours(source: Path, target: Path, to: str, only: str) -> None:
     if to == "dcp" or target.suffix == ".safetensors":
         raise ShardError(f"'{source}' is no checkpoint of shardfn; convert it into one first")
+    notes: dict[str, Any] = {}
     if (source / METADATA).is_file():
-        values = dcp.read_directory(source)
+        values, notes = dcp.read_directory(source)
     else:
         with closing(tensor_files.TensorFiles(source)) as files:
             values = {name: torch.empty(stored.shape, dtype=stored.dtype) for name, stored in files.tensors.items()}
             for name, value in values.items():
                 files.read(name, tuple((0, n) for n in value.shape), value)
     tree: dict[str, Any] = {}
-    others = {name: value for name, value in values.items() if not isinstance(value, torch.Tensor | int | float)}
-    for name in sorted(values.keys() - others.keys()):
+    for name in sorted(name for name, value in values.items() if isinstance(value, torch.Tensor | int | float)):
         if not only or name.startswith(f"{only}."):
             *path, last = name.removeprefix(f"{only}." if only else "").split(".")
             place = tree
@@ -110,7 +113,7 @@ def _into_ours(source: Path, target: Path, to: str, only: str) -> None:
                 if not isinstance(place, dict):
                     raise ShardError(f"'{name}' is below a tensor of that name")
             place[last] = values[name]
-    save(target, tree, notes={"others": {name: repr(value) for name, value in others.items()}} if others else None)
+    save(target, tree, notes=None if only else notes)
 
 
 def _into_safetensors(source: Path, manifest: Manifest, target: Path, only: str) -> None:
@@ -119,7 +122,9 @@ def _into_safetensors(source: Path, manifest: Manifest, target: Path, only: str)
         raise ShardError(
             f"nothing in '{source}' is below '{only}'; there are {sorted({x.split('.')[0] for x in manifest.leaves})}"
         )
-    names = {name: name.removeprefix(f"{only}." if only else "") for name in leaves}
+    names = {name: keys_of(name.removeprefix(f"{only}." if only else "")) for name in leaves}
+    if len({*names.values()}) < len(names):
+        raise ShardError("two leaves would have one name, which differ by dots in their keys only; write --only")
     plan = tensor_files.plan_file(target.name, {names[x]: (leaf.shape, leaf.dtype) for x, leaf in leaves.items()})
     writer = tensor_files.TensorWriter(target.parent, tensor_files.FilesPlan((plan,), alone=True))
     with closing(VerifiedReader(storage_of(source), manifest)) as reader, closing(writer):

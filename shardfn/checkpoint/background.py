@@ -93,7 +93,7 @@ class SharedMemory:
         else:
             self.descriptor, name = tempfile.mkstemp()
             os.unlink(name)
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def fit(self, nbytes: int) -> Tensor:
         """At least so many bytes of it; what was there is lost if it grows."""

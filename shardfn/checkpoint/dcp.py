@@ -9,7 +9,7 @@ Torch's planner decides who writes what: of a value that is another one on each 
 import io
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -36,17 +36,18 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.futures import Future
 
-from shardfn._torch import read_checkpoint_metadata
+from shardfn._torch import read_checkpoint_metadata, with_values
 from shardfn.checkpoint.commits import METADATA, commit_to, in_the_way, name_of_file
 from shardfn.checkpoint.hashed_files import HashingSink, TensorPieces, VerifiedReader
 from shardfn.checkpoint.leaves import SavedLeaf
-from shardfn.checkpoint.manifest import from_json, is_checkpoint, read_manifest, require_each_once, to_json
+from shardfn.checkpoint.manifest import Manifest, from_json, is_checkpoint, read_manifest, require_each_once, to_json
 from shardfn.checkpoint.saves import Written, manifest_of
 from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage, owner, storage_of
 from shardfn.layout import narrowed
 from shardfn.notation import ShardError
 
 _NOTES = "torch.distributed.checkpoint"  # in notes: what is no tensor, and the paths of all names
+_VALUES = "values.distcp"
 
 
 class StorageWriter(storage.StorageWriter):
@@ -118,11 +119,8 @@ class StorageWriter(storage.StorageWriter):
             if item.type == WriteItemType.BYTE_IO:
                 pickled: Any = planner.resolve_data(item)
                 pickled.seek(0)
-                value = torch.load(pickled, weights_only=True)
-                tensors_in: dict[str, Tensor] = {}
-                results.append(storage.WriteResult(item.index, 0, to_json(value, item.index.fqn, tensors_in)))
-                if tensors_in:
-                    raise ShardError(f"StorageWriter: '{min(tensors_in)}' is a tensor in what is none")
+                value = _as_json(item.index.fqn, torch.load(pickled, weights_only=True))
+                results.append(storage.WriteResult(item.index, 0, value))
         done: Future[list[storage.WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -133,10 +131,7 @@ class StorageWriter(storage.StorageWriter):
         everyone: list[Written] = [x.storage_data for rank in results for x in rank if _is_tensor(known[x.index.fqn])]
         values = {x.index.fqn: x.storage_data for rank in results for x in rank if not _is_tensor(known[x.index.fqn])}
         leaves = [SavedLeaf((n,), tuple(x.size), x.properties.dtype, "", []) for n, x in known.items() if _is_tensor(x)]
-        notes = {
-            _NOTES: {"values": values, "paths": {name: [*path] for name, path in (metadata.planner_data or {}).items()}}
-        }
-        self._commit.finish(*manifest_of(self._nonce, notes, leaves, everyone))
+        self._commit.finish(*manifest_of(self._nonce, _noted(values, metadata.planner_data), leaves, everyone))
         self._undo.detach()
 
 
@@ -163,9 +158,9 @@ class StorageReader(storage.StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What there is, in torch's words."""
         self._manifest = read_manifest(self._storage)
-        noted = self._manifest.notes.get(_NOTES, {"values": {}, "paths": {}})
+        noted = self._manifest.notes.get(_NOTES, _noted({}, None)[_NOTES])
         known: dict[str, Any] = {name: BytesStorageMetadata() for name in noted["values"]}
-        for name, leaf in self._manifest.leaves.items():
+        for name, leaf in ((name, leaf) for name, leaf in self._manifest.leaves.items() if name not in known):
             boxes = (tuple(zip(*part.box, strict=True)) or ((), ()) for part in leaf.parts)
             chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in boxes]
             known[name] = TensorStorageMetadata(TensorProperties(leaf.dtype), torch.Size(leaf.shape), chunks)
@@ -203,6 +198,32 @@ class StorageReader(storage.StorageReader):
         return done
 
 
+def write_values(manifest: Manifest, directory: Path) -> None:
+    """Put what is no tensor into a directory of torch.distributed.checkpoint that has the tensors of a checkpoint."""
+    noted = manifest.notes.get(_NOTES, _noted({}, None)[_NOTES])
+    items: dict[str, tuple[str, int, int]] = {}
+    with (directory / _VALUES).open("wb") as file:
+        for name, value in noted["values"].items():
+            at = file.tell()
+            torch.save(from_json(value, name, _no_tensor), file)
+            items[name] = _VALUES, at, file.tell() - at
+    metadata = directory / METADATA
+    metadata.write_bytes(with_values(metadata.read_bytes(), items, noted["paths"]))
+
+
+def _noted(values: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] | None) -> dict[str, Any]:
+    """Notes: what is no tensor, and where in a state dict things are."""
+    return {_NOTES: {"values": values, "paths": {name: [*path] for name, path in (paths or {}).items()}}}
+
+
+def _as_json(name: str, value: Any) -> Any:
+    tensors_in: dict[str, Tensor] = {}
+    as_json = to_json(value, name, tensors_in)
+    if tensors_in:
+        raise ShardError(f"checkpoint: '{min(tensors_in)}' is a tensor in what is none")
+    return as_json
+
+
 def _is_tensor(known: object) -> bool:
     return isinstance(known, TensorStorageMetadata)
 
@@ -211,8 +232,10 @@ def _no_tensor(path: str, _: Mapping[str, Any]) -> Any:
     raise ShardError(f"StorageReader: '{path}' is a tensor in what is none")
 
 
-def read_directory(directory: Path) -> dict[str, Any]:
-    """What is in a directory of torch.distributed.checkpoint, by names; nothing it says is called.
+def read_directory(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is in a directory of torch.distributed.checkpoint, by names, and notes as of `StorageWriter`.
+
+    Nothing it says is called.
 
     Raises:
         ShardError: it asks for more than tensors and plain values, names a file elsewhere, or is damaged; there are no
@@ -220,7 +243,9 @@ def read_directory(directory: Path) -> dict[str, Any]:
     """
     try:
         metadata = read_checkpoint_metadata((directory / METADATA).read_bytes())
-        return {name: _read(directory, metadata, name, known) for name, known in metadata.state_dict_metadata.items()}
+        found = {name: _read(directory, metadata, name, known) for name, known in metadata.state_dict_metadata.items()}
+        values = {name: _as_json(name, value) for name, value in found.items() if not isinstance(value, Tensor)}
+        return found, _noted(values, metadata.planner_data)
     except ShardError:
         raise
     except Exception as error:  # of bytes that anybody may have written

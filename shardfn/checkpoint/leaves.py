@@ -174,6 +174,11 @@ def name_of(path: Sequence[Any]) -> str:
     return ".".join(path_name((key,)).replace("~", "~0").replace(".", "~1").replace("@", "~2") for key in path)
 
 
+def keys_of(name: str) -> str:
+    """A name with the characters that were in its keys."""
+    return name.replace("~2", "@").replace("~1", ".").replace("~0", "~")
+
+
 def of_each_rank(tree: Any) -> set[str]:
     """The names of what each rank has one of."""
     return {name for name, value in values_of(tree).items() if isinstance(value, PerRank)}
@@ -187,7 +192,7 @@ def _described(value: Any) -> str:
 def _number(name: str, number: float) -> Tensor:
     if isinstance(number, int) and not -(2**63) <= number < 2**63:
         raise ShardError(f"checkpoint: '{name}' is {number}, which does not fit into 64 bits; save it in notes=")
-    return torch.tensor(number, dtype=_dtype_of(number))
+    return torch.tensor(number, dtype=_dtype_of(number), device="cpu")
 
 
 def _dtype_of(number: float) -> torch.dtype:
@@ -233,7 +238,7 @@ def restored(manifest: Manifest, reader: VerifiedReader, name: str, like: Any) -
         return type(like)(restored(manifest, reader, stored, like.tensor))
     if like is None or like is ... or name not in manifest.leaves:
         return like
-    new = _emptied(like) if isinstance(like, Tensor) else torch.empty((), dtype=_dtype_of(like))
+    new = _emptied(like) if isinstance(like, Tensor) else torch.empty((), dtype=_dtype_of(like), device="cpu")
     local = unwrap_local(new)
     box = _box_of(name, like)[0] if isinstance(like, DTensor) else tuple((0, n) for n in new.shape)
     read(name, [(box, tuple((0, n) for n in local.shape))], local)

@@ -62,7 +62,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def read_from(self, stored: Stored, box: Box, out: Tensor) -> None:
         """Fill `out`, of any dtype and on any device, with a part of a tensor."""
@@ -86,7 +86,7 @@ class Reader:
             return whole[(*[slice(None)] * dim, *(slice(start, start + n) for start, n in inner))]
         nbytes = prod(size) * item
         if self._staging.numel() < nbytes:
-            self._staging = torch.empty(nbytes, dtype=torch.uint8)
+            self._staging = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         staging = self._staging[:nbytes]
         data, at = staging.numpy().data, 0
         for start, length in _segments(shape, first, size, item):
@@ -167,6 +167,8 @@ def _indexed(index: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShardError(f"load_safetensors: '{index}' is not an index of safetensors files: {error!r}") from error
     for file in files:
+        if not file.is_relative_to(index.parent) or ".." in file.relative_to(index.parent).parts:
+            raise ShardError(f"load_safetensors: '{index}' names '{file}', which is in another directory")
         if not file.is_file():
             raise FileNotFoundError(f"load_safetensors: '{index}' names '{file.name}', which is not there")
     return files

@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +217,81 @@ def test_a_path_stays_where_it_was_when_the_process_goes_elsewhere(
         monkeypatch.chdir(tmp_path)
         assert saving.wait() == Path("run/step-1")
         sf.checkpoint.verify(tmp_path / name / "run" / "step-1")
+
+
+def test_threads_save_one_after_the_other(tmp_path: Path) -> None:
+    """They share the memory from which is written."""
+    done = list[Any]()
+
+    def save(number: int) -> None:
+        tree = {"x": torch.full((3_000_000,), float(number))}
+        done.append((number, sf.checkpoint.save(tmp_path / f"step-{number}", tree, async_=True).wait()))
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 4
+    for number, path in done:
+        read = sf.checkpoint.load(path, {"x": torch.empty(3_000_000)})["x"]
+        assert read.min() == read.max() == number
+
+
+def test_a_child_has_its_own(tmp_path: Path) -> None:
+    """Memory and writer of a process are not those of one that it forks."""
+    x = {"x": torch.ones(3_000_000)}
+    sf.checkpoint.save(tmp_path / "step-0", x, async_=True).wait()
+    sf.checkpoint.save(tmp_path / "step-1", x, async_=True)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of os.fork beside a thread
+        pid = os.fork()
+    if pid == 0:
+        try:
+            saving = sf.checkpoint.save(tmp_path / "step-2", {"x": x["x"] * 2}, async_=True)
+            os._exit(0 if saving.wait() else 1)
+        finally:
+            os._exit(2)
+    sf.checkpoint.save(tmp_path / "step-3", {"x": x["x"] * 3}, async_=True).wait()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    for step, number in ((0, 1), (1, 1), (2, 2), (3, 3)):
+        read = sf.checkpoint.load(tmp_path / f"step-{step}", {"x": torch.empty(3_000_000)})["x"]
+        assert read.min() == read.max() == number, step
+
+
+_AT_EXIT = """
+import atexit, sys, torch, shardfn as sf
+from concurrent.futures import ThreadPoolExecutor
+how, path, x = sys.argv[1], sys.argv[2], {"x": torch.ones(3_000_000)}
+
+class Pool(sf.checkpoint.LocalDirectory):  # as clients of object stores have one
+    def create(self, name):
+        file, pool = super().create(name), ThreadPoolExecutor(1)
+        write = file.write
+        file.write = lambda data: pool.submit(write, data).result()
+        return file
+
+class Store:
+    def __init__(self, path):
+        self.inner = Pool(path)
+        self.inner.path.mkdir()
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+for name in ("create", "put", "read", "size", "names", "remove"):
+    setattr(Store, name, lambda self, *args, name=name: getattr(self.inner, name)(*args))
+
+if how == "notes":
+    sf.checkpoint.save(path, x, notes={"b": "a" * 9_000_000}, async_=True)
+elif how == "store":
+    sf.checkpoint.save(Store(path), x, async_=True)
+else:
+    atexit.register(lambda: sf.checkpoint.save(path, x, async_=how == "handler, async"))
+"""
+
+
+@pytest.mark.parametrize("how", ["notes", "store", "handler", "handler, async"])
+def test_a_process_that_ends_has_saved(tmp_path: Path, how: str) -> None:
+    """Whatever executors there are, which end before handlers of `atexit` are called."""
+    command = [sys.executable, "-c", _AT_EXIT, how, str(tmp_path / "step-1")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert (done.returncode, done.stderr) == (0, "")
+    sf.checkpoint.verify(tmp_path / "step-1")

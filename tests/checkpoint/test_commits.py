@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from drawing import untyped
+from torch import nn
 
 import shardfn as sf
 from shardfn.checkpoint import commits
+from shardfn.testing import run
 
 
 class Killed(BaseException):
@@ -249,3 +253,67 @@ def test_a_disk_that_is_full_for_the_manifest_says_so(tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match=r"No space left on device \(\d+ bytes are free\): .*manifest\.json"):
         sf.checkpoint.save(tmp_path / "step-1", {"x": torch.zeros(3)})
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("what", ["empty", "of no use"])
+def test_a_damaged_manifest_is_replaced(tmp_path: Path, what: str) -> None:
+    path = sf.checkpoint.save(tmp_path / "step-1", _tree(1))
+    (path / "manifest.json").write_text("" if what == "empty" else "{}")
+    with pytest.raises(sf.checkpoint.Damaged):
+        sf.checkpoint.load(path, _tree(0))
+    sf.checkpoint.save(path, _tree(2), overwrite=True)
+    assert _number(path) == 2 and len([*path.iterdir()]) == 3
+
+
+def test_a_checkpoint_that_is_there_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be taken away of the old one is, by the next save of another process."""
+    path = sf.checkpoint.save(tmp_path / "step-1", _tree(1))
+
+    def fail(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sf.checkpoint.LocalDirectory, "remove", fail)
+        sf.checkpoint.save(path, _tree(2), overwrite=True)
+    assert _number(path) == 2
+    _as_if_its_process_were_gone(tmp_path)
+    sf.checkpoint.save(path, _tree(3), overwrite=True)
+    assert _number(path) == 3 and len([*path.iterdir()]) == 3
+
+
+def _saves_where_each_rank_has_a_copy(folder: str) -> None:
+    """As on nodes with disks of their own, which all have it under one name."""
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    os.chdir(f"{folder}/{dist.get_rank()}")
+    params = sf.shard(nn.Linear(4, 4), mesh, sf.Policy(), src=0)
+    try:
+        with pytest.raises(sf.ShardError, match="give a directory that all ranks see"):
+            sf.checkpoint.save("step-1", {"p": params}, overwrite=True)
+    finally:
+        os.chdir(folder)
+    sf.checkpoint.verify(f"{folder}/{dist.get_rank()}/step-1")
+
+
+def test_copies_of_each_rank_are_not_replaced(tmp_path: Path) -> None:
+    for rank in range(2):
+        sf.checkpoint.save(tmp_path / str(rank) / "step-1", _tree(1))
+        if rank:
+            shutil.rmtree(tmp_path / "1")
+            shutil.copytree(tmp_path / "0", tmp_path / "1")
+    run(_saves_where_each_rank_has_a_copy, str(tmp_path), ranks=2)
+    assert _number(tmp_path / "0" / "step-1") == _number(tmp_path / "1" / "step-1") == 1
+
+
+def _saves_to_what_is_no_path(folder: str) -> None:
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    for name in ("loop", "a\0b"):
+        with pytest.raises((OSError, ValueError)):
+            sf.checkpoint.save(f"{folder}/{name}", {"x": 5}, mesh)
+    with pytest.raises((TypeError, ValueError)):
+        sf.checkpoint.save(untyped(3) if dist.get_rank() else f"{folder}/a", {"x": 5}, mesh)
+    dist.barrier()
+
+
+def test_what_is_no_path_is_an_error_of_all(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    run(_saves_to_what_is_no_path, str(tmp_path), ranks=2, timeout=30)

@@ -118,12 +118,24 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = sf.checkpoint.load(tmp_path / "step-1", like)
     assert loaded["model"]["0"]["weight"].equal(tree["model"]["0.weight"]) and loaded["rng"].equal(tree["rng"])
     assert (loaded["n"], loaded["lr"]) == (3, 0.5)
-    assert sf.checkpoint.notes(tmp_path / "step-1") == {"others": {"name": "'run'", "betas": "(0.9, 0.99)"}}
+    read = {
+        **tree,
+        "model": {name: torch.zeros_like(x) for name, x in tree["model"].items()},
+        "n": 0,
+        "name": "",
+        "lr": 0,
+    }
+    state_dict_loader.load(read, storage_reader=sf.checkpoint.StorageReader(tmp_path / "step-1"), no_dist=True)
+    assert read["model"]["0.weight"].equal(tree["model"]["0.weight"])
+    assert [read[x] for x in ("n", "lr", "name", "betas")] == [3, 0.5, "run", (0.9, 0.99)]
 
     assert main(["convert", str(tmp_path / "step-1"), str(tmp_path / "again"), "--to", "dcp"]) == 0
-    state = {"model.0.weight": torch.zeros(3, 4)}
+    state = {"model.0.weight": torch.zeros(3, 4), "n": 0, "lr": 0, "name": "", "betas": ()}
     state_dict_loader.load(state, checkpoint_id=str(tmp_path / "again"), no_dist=True)
-    assert state["model.0.weight"].equal(tree["model"]["0.weight"])
+    assert state.pop("model.0.weight").equal(tree["model"]["0.weight"])
+    assert state == {"n": 3, "lr": 0.5, "name": "run", "betas": (0.9, 0.99)}
+    assert main(["convert", str(tmp_path / "again"), str(tmp_path / "step-3")]) == 0
+    assert sf.checkpoint.notes(tmp_path / "step-3") == sf.checkpoint.notes(tmp_path / "step-1")
 
     file = tmp_path / "weights.safetensors"
     assert main(["convert", str(tmp_path / "step-1"), str(file), "--only", "model"]) == 0
@@ -183,7 +195,7 @@ def test_torchs_directories_that_were_changed(tmp_path: Path, count: int) -> Non
     """An error, or what somebody else might have written: there are no hashes; and nothing is run."""
     draw, outcomes, ran = random.Random(count), Counter[str](), list[str]()
     _theirs(tmp_path / "theirs")
-    want = dcp.read_directory(tmp_path / "theirs")
+    want, _ = dcp.read_directory(tmp_path / "theirs")
     files = {path: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
     sys.addaudithook(lambda event, _: ran.append(event) if event in ("os.system", "subprocess.Popen", "exec") else None)
     for number in range(count):
@@ -191,7 +203,7 @@ def test_torchs_directories_that_were_changed(tmp_path: Path, count: int) -> Non
         path.write_bytes(changed(bytearray(files[path]), draw))
         del ran[:]
         try:
-            outcomes["read"] += dcp.read_directory(tmp_path / "theirs").keys() == want.keys()
+            outcomes["read"] += dcp.read_directory(tmp_path / "theirs")[0].keys() == want.keys()
         except sf.ShardError:
             outcomes["error"] += 1
         assert not ran, (number, ran)

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from drawing import untyped
 from models import decoder, policy
-from ranks import folder
+from ranks import folder, quiet
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import shardfn as sf
 from shardfn._torch import pytree, unwrap_locals
@@ -369,6 +372,75 @@ def test_a_file_of_several_blocks(tmp_path: Path) -> None:
             read()
 
 
+@on_meshes({"fsdp": 2, "tp": 2})
+@pytest.mark.parametrize("size", [8, 10, 3])
+def test_dtensors_of_classes(mesh: DeviceMesh, size: int) -> None:
+    """One dim that two axes split, tensor parallelism first; and what a part of the ranks have is refused."""
+    torch.manual_seed(0)
+    whole = {"weight": torch.randn(size, 6), "bias": torch.randn(size)}
+    model = nn.Linear(6, size)
+    model.load_state_dict(whole)
+    parallelize_module(model, mesh["tp"], ColwiseParallel())
+    fully_shard(model, mesh=mesh["fsdp"])
+    with folder() as at:
+        path = at / "step-1"
+        for tree in (whole, model.state_dict()):
+            sf.checkpoint.save(path, tree, mesh, overwrite=True)
+            read = sf.checkpoint.load(path, model.state_dict(), mesh)
+            assert all(read[name].full_tensor().equal(x) for name, x in whole.items())
+            assert sf.checkpoint.load(path, whole, mesh)["bias"].equal(whole["bias"])
+        part = distribute_tensor(whole["weight"], mesh["tp"], [Shard(0)])
+        assert (
+            sf.checkpoint.load(path, {"weight": part, "bias": ...}, mesh)["weight"].full_tensor().equal(whole["weight"])
+        )
+        with pytest.raises(sf.ShardError, match=r"ranks differ: rank 0 has 'x' .* of 2 ranks from rank 0"):
+            sf.checkpoint.save(at / "step-9", {"x": part}, mesh)
+
+
+def test_what_has_no_numbers_to_save_or_to_load(tmp_path: Path) -> None:
+    one, eye = torch.ones(3), torch.eye(3)
+    with quiet():
+        quantized, nested = torch.quantize_per_tensor(one, 0.1, 0, torch.quint8), torch.nested.nested_tensor([one])
+    wrong = {"sparse": eye.to_sparse(), "meta": eye.to("meta"), "nested": nested, "quantized": quantized}
+    for kind, x in wrong.items():
+        for tree in ({"x": x}, {"x": sf.checkpoint.OfFirst(x)}):
+            with pytest.raises(sf.ShardError, match=f"'x' is a {kind} tensor"):
+                sf.checkpoint.save(tmp_path / "step-1", tree)
+    with pytest.raises(TypeError, match="'x' is a NoneType"):
+        sf.checkpoint.save(tmp_path / "step-1", {"x": sf.checkpoint.OfFirst(untyped(None))})
+    path = sf.checkpoint.save(tmp_path / "step-1", {"x": one, "yes": True, "n": 5})
+    with pytest.raises(sf.ShardError, match="'x' is a meta tensor"):
+        sf.checkpoint.load(path, {"x": one.to("meta"), "yes": False, "n": 0})
+    with pytest.raises(sf.ShardError, match=r"'n' is \(\) torch.int64, wanted \(\) torch.bool"):
+        sf.checkpoint.load(path, {"x": one, "yes": False, "n": True})
+    with torch.device("meta"):
+        read = sf.checkpoint.load(path, {"x": eye[0], "yes": False, "n": 0}) if not eye.is_meta else {}
+    assert read["yes"] is True and read["n"] == 5 and read["x"].equal(one)
+    deep: Any = []
+    for _ in range(900):
+        deep = [deep]
+    with pytest.raises(TypeError, match="notes= is what JSON has"):
+        sf.checkpoint.save(tmp_path / "step-2", {"x": one}, notes={"deep": deep})
+
+
+def _fails_to_look(path: str) -> None:
+    """One rank cannot even see whether there is a checkpoint."""
+    mesh = sf.make_mesh("cpu", fsdp=2)
+
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error", path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank():
+            patch.setattr(storages.LocalDirectory, "size", fail)
+        sf.checkpoint.load(path, {"x": torch.ones(2)}, mesh)
+
+
+def test_a_rank_that_cannot_look_is_an_error_of_all(tmp_path: Path) -> None:
+    path = sf.checkpoint.save(tmp_path / "step-1", {"x": torch.ones(2)})
+    run_raises(Exception, _fails_to_look, str(path), match="Input/output error", ranks=2, timeout=30)
+
+
 def _some_ranks(path: str, what: str) -> None:
     mesh = sf.make_mesh("cpu", fsdp=2)
     params = sf.shard(nn.Linear(4, 2), mesh, sf.Policy())
@@ -427,11 +499,16 @@ def test_a_state_dict_has_the_models_names_and_shapes(mesh: DeviceMesh) -> None:
 
 
 def test_the_command_line_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("step-00000002", "step-00000010", "mine"):
+    for name in ("step-00000002", "step-00000010", "mine", "step-last"):
         sf.checkpoint.save(tmp_path / name, {"x": torch.ones(3), "n": 1}, notes={"loss": 1.0})
     assert main(["ls", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0].rpartition("/")[2] for line in lines] == ["step-00000010", "step-00000002", "mine"]
+    assert [line.split(":")[0].rpartition("/")[2] for line in lines] == [
+        "step-00000010",
+        "step-00000002",
+        "mine",
+        "step-last",
+    ]
     assert all("2 leaves, 1 files" in line and "notes ['loss']" in line for line in lines)
     assert main(["verify", str(tmp_path / "mine")]) == 0
     (file,) = (tmp_path / "mine").glob("*.distcp")

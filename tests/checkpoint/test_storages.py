@@ -4,7 +4,7 @@ import io
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,21 @@ from shardfn.checkpoint import storages
 from shardfn.testing import on_meshes, run_raises
 
 
-class Cut(Exception):
+class Cut(OSError):
     """The connection is gone."""
 
 
 class Objects:
-    """An object store: an object is there when it was sent whole, and a listing is that of a while ago.
+    """An object store: an object is there when it was sent whole, and a listing is that of `late - 1` others ago.
+
+    Or, with less than zero, it lacks so many of the latest objects.
 
     Objects are files of a directory here, so that all ranks see them; no file is renamed but to send it at once, and
     none is synced.
     """
 
-    def __init__(self, directory: Path, late: int = 2, cut: int | None = None) -> None:
-        self._directory, self._late, self._cut = directory, late, cut
+    def __init__(self, directory: Path, late: int = 2, cut: int | None = None, once: bool = False) -> None:
+        self._directory, self._late, self._cut, self._once, self.met = directory, late, cut, once, False
         self._listings: list[list[str]] = []
         directory.mkdir(exist_ok=True)
 
@@ -42,7 +44,8 @@ class Objects:
     def _operation(self) -> None:
         if self._cut is not None:
             self._cut -= 1
-            if self._cut < 0:
+            if self._cut == -1 or (self._cut < 0 and not self._once):
+                self.met = True
                 raise Cut("the connection is gone")
 
     @contextmanager
@@ -70,8 +73,9 @@ class Objects:
 
     def names(self) -> list[str]:
         self._operation()
-        self._listings.append(os.listdir(self._directory))
-        return self._listings[-self._late :][0]
+        there = sorted(os.listdir(self._directory), key=lambda name: (self._directory / name).stat().st_mtime_ns)
+        self._listings.append(there)
+        return there[: self._late] if self._late < 0 else self._listings[-self._late :][0]
 
     def remove(self, name: str) -> None:
         self._operation()
@@ -105,23 +109,24 @@ def test_an_object_store(mesh: DeviceMesh) -> None:
             sf.checkpoint.notes(Objects(at / "other"))
 
 
-@pytest.mark.parametrize("late", [1, 3])
+@pytest.mark.parametrize("late", [1, 3, -1, -2])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_connection_that_is_cut_at_any_operation(tmp_path: Path, overwrite: bool, late: int) -> None:
-    """What was there is there, or all of the new one."""
+@pytest.mark.parametrize("once", [False, True])
+def test_a_connection_that_is_cut_at_any_operation(tmp_path: Path, overwrite: bool, late: int, once: bool) -> None:
+    """For good, or only then. What was there is there, or all of the new one, and that if the save says so."""
     cut, met = 0, True
     while met:
         place = tmp_path / f"run-{cut}"
         if overwrite:
             sf.checkpoint.save(Objects(place, late), _tree(1))
-        try:
-            sf.checkpoint.save(Objects(place, late, cut), _tree(2), overwrite=overwrite)
-            met = False
-        except Cut:
-            pass
+        store, saved = Objects(place, late, cut, once), False
+        with suppress(Cut):
+            sf.checkpoint.save(store, _tree(2), overwrite=overwrite)
+            saved = True
+        met = store.met
         here = (place / "manifest.json").exists()
-        assert here or (met and not overwrite)
-        assert not here or _number(Objects(place, late)) in ((1, 2) if met else (2,)), cut
+        assert here or (not saved and not overwrite)
+        assert not here or _number(Objects(place, 1)) in ((2,) if saved else (1, 2)), cut
         sf.checkpoint.save(Objects(place, late), _tree(3), overwrite=True)
         assert _number(Objects(place, late)) == 3, cut
         cut += 1

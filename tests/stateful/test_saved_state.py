@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from drawing import untyped
 from torch import Tensor, nn
 
 import shardfn as sf
@@ -137,3 +138,73 @@ def test_one_of_each_rank_does_not(tmp_path: Path) -> None:
 def test_there_is_nothing_to_load(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1)).load(tmp_path)
+
+
+class Refuses(Loader):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("not mine")
+        super().load_state_dict(state)
+
+
+def _refuses_on_a_rank(path: str) -> None:
+    trainer = _trainer(2)
+    trainer.step(torch.ones(2, 4))
+    trainer.save(path, loader=Loader())
+    trainer.step(torch.ones(2, 4))
+    state = torch.get_rng_state()
+    try:
+        trainer.load(path, loader=Refuses())
+    finally:
+        assert trainer.steps == 2 and torch.get_rng_state().equal(state)
+
+
+def test_a_loader_that_refuses_on_a_rank_is_an_error_of_all(tmp_path: Path) -> None:
+    errors = run_raises(ValueError, _refuses_on_a_rank, str(tmp_path), match="not mine", ranks=2)
+    assert "rank 1 of [1] failed, so no rank goes on" in errors[0]
+
+
+def _of_two_dtypes(path: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2).bfloat16())
+    trainer = sf.Trainer(model, sf.make_mesh("cpu", fsdp=2), sf.Policy())
+    made = [torch.optim.AdamW(trainer.parameters(), 0.1) for _ in range(2)]
+    for parameter in trainer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made[0].step()
+    trainer.save(path, optimizer=made[0])
+    trainer.load(path, optimizer=made[1])
+    for one, other in zip(*(optimizer.state.values() for optimizer in made), strict=True):
+        assert one["exp_avg"].dtype == other["exp_avg"].dtype and one["exp_avg"].to_local().equal(
+            other["exp_avg"].to_local()
+        )
+
+
+def test_an_optimizer_of_two_dtypes(tmp_path: Path) -> None:
+    run(_of_two_dtypes, str(tmp_path), ranks=2)
+
+
+def test_what_is_kept_is_in_the_directory_that_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1))
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        for trainer.steps in (1, 2):
+            trainer.save(tmp_path / place / "run")
+    monkeypatch.chdir(tmp_path / "a")
+    trainer.steps = 3
+    saving = trainer.save("run", keep=1, async_=True)
+    monkeypatch.chdir(tmp_path / "b")
+    saving.wait()
+    assert [x.name for x in (tmp_path / "a" / "run").iterdir()] == ["step-00000003"]
+    assert len([*(tmp_path / "b" / "run").iterdir()]) == 2
+
+
+def test_what_cannot_be_kept_is_an_error_before_anything_is_saved(tmp_path: Path) -> None:
+    trainer = sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1))
+    for wrong in ({"keep": 0}, {"keep": 1.5}, {"keep": "1"}, {"keep": 1, "keep_every": 0}):
+        with pytest.raises(sf.ShardError, match=r"would take away|is no number of"):
+            trainer.save(tmp_path / "run", **untyped(wrong))
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(sf.ShardError, match="is a file; give a checkpoint"):
+        sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1), resume=tmp_path / "file")
