@@ -18,7 +18,7 @@ from shardfn._torch.autograd import watch_backward, users_backward
 from shardfn._torch.dispatch import LAZY_MODULES, asks_for_values, backend_for_graphs, base_name, dispatch_modes
 from shardfn._torch.dispatch import function_modes, is_mutable, masks_pick_all, named_arguments, one_for_each
 from shardfn._torch.dispatch import outside_dispatch, outside_functions, outside_modes, record, without_writing
-from shardfn._torch.checkpoint_files import checkpoint_metadata, read_checkpoint_metadata, with_values
+from shardfn._torch.checkpoint_files import checkpoint_metadata, read_checkpoint_metadata
 from shardfn._torch.groups import COMPILES_EXCHANGES, HashStore, all_gather_single, all_to_all_single, close_connections
 from shardfn._torch.groups import apart_from, default_store, exchanging, gather_bytes, gathering, group_named, group_of
 from shardfn._torch.groups import is_of_peers

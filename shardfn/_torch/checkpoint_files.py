@@ -13,15 +13,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as metadata_
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 # (starts, sizes) of a box of a tensor, and in which file, where and how many bytes long it is as torch.save writes it.
 StoredBox = tuple[Sequence[int], Sequence[int], str, int, int]
@@ -29,31 +20,28 @@ StoredBox = tuple[Sequence[int], Sequence[int], str, int, int]
 
 def checkpoint_metadata(tensors: Mapping[str, tuple[Sequence[int], torch.dtype, Iterable[StoredBox]]]) -> bytes:
     """The contents of that file, from (shape, dtype, boxes) of each tensor."""
-    metadata = Metadata({}, {}, {}, StorageMeta(), filesystem.CURRENT_DCP_VERSION)
+    metadata = metadata_.Metadata({}, {}, {}, metadata_.StorageMeta(), filesystem.CURRENT_DCP_VERSION)
     for name, (shape, dtype, boxes) in tensors.items():
-        chunks: list[ChunkStorageMetadata] = []
+        chunks: list[metadata_.ChunkStorageMetadata] = []
         for starts, sizes, file, at, length in boxes:
-            chunks.append(ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes)))
-            index = MetadataIndex(name, torch.Size(starts))
+            chunks.append(metadata_.ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes)))
+            index = metadata_.MetadataIndex(name, torch.Size(starts))
             metadata.storage_data[index] = filesystem._StorageInfo(file, at, length)
-        properties = TensorProperties(dtype=dtype)
-        metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+        properties = metadata_.TensorProperties(dtype=dtype)
+        metadata.state_dict_metadata[name] = metadata_.TensorStorageMetadata(properties, torch.Size(shape), chunks)
         metadata.planner_data[name] = (name,)
     return pickle.dumps(metadata)
 
 
-def with_values(data: bytes, values: Mapping[str, tuple[str, int, int]], paths: Mapping[str, Sequence[Any]]) -> bytes:
-    """The contents of that file of ours, with what is no tensor, as (file, at, length), and paths in a state dict."""
-    metadata = read_checkpoint_metadata(data)
-    for name, where in values.items():
-        metadata.state_dict_metadata[name] = BytesStorageMetadata()
-        metadata.storage_data[MetadataIndex(name)] = filesystem._StorageInfo(*where)
-    metadata.planner_data |= {name: tuple(path) for name, path in paths.items()}
-    return pickle.dumps(metadata)
-
-
-_OF_METADATA = (Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata, BytesStorageMetadata)
-_OF_METADATA = (*_OF_METADATA, ChunkStorageMetadata, metadata_._MEM_FORMAT_ENCODING)
+_OF_METADATA = (
+    metadata_.Metadata,
+    metadata_.MetadataIndex,
+    metadata_.StorageMeta,
+    metadata_.TensorProperties,
+    metadata_.TensorStorageMetadata,
+    metadata_.BytesStorageMetadata,
+)
+_OF_METADATA = (*_OF_METADATA, metadata_.ChunkStorageMetadata, metadata_._MEM_FORMAT_ENCODING)
 _CLASSES: dict[tuple[str, str], Any] = {(metadata_.__name__, x.__name__): x for x in _OF_METADATA}
 _CLASSES[filesystem.__name__, "_StorageInfo"] = filesystem._StorageInfo
 _CLASSES |= {("pathlib", name): PurePath for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")}
@@ -76,7 +64,7 @@ class _Classes(pickle._Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
-def read_checkpoint_metadata(data: bytes) -> Metadata:
+def read_checkpoint_metadata(data: bytes) -> metadata_.Metadata:
     """What a file like that has.
 
     Raises:
@@ -86,6 +74,6 @@ def read_checkpoint_metadata(data: bytes) -> Metadata:
         metadata = _Classes(io.BytesIO(data)).load()
     except Exception as error:  # of bytes that anybody may have written
         raise pickle.UnpicklingError(str(error)) from error
-    if not isinstance(metadata, Metadata):
+    if not isinstance(metadata, metadata_.Metadata):
         raise pickle.UnpicklingError(f"it has a {type(metadata).__name__}")
     return metadata

@@ -7,7 +7,6 @@ python -m shardfn.checkpoint convert step-1 weights.safetensors --only params
 """
 
 import argparse
-import shutil
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -20,10 +19,11 @@ import torch
 from shardfn.checkpoint import dcp, directories, tensor_files
 from shardfn.checkpoint.commits import METADATA
 from shardfn.checkpoint.hashed_files import VerifiedReader
-from shardfn.checkpoint.leaves import keys_of
+from shardfn.checkpoint.leaves import keys_of, top_of
 from shardfn.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
 from shardfn.checkpoint.saves import save
 from shardfn.checkpoint.storages import storage_of
+from shardfn.layout import is_in
 from shardfn.notation import ShardError
 
 
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("source", type=Path, help="a directory; or a file of safetensors")
     command.add_argument("target", type=Path, help="a new directory; or a new file of safetensors")
     command.add_argument("--to", choices=["shardfn", "dcp"], default="shardfn", help="what a new directory is")
-    command.add_argument("--only", default="", help="of the leaves below this name, such as params")
+    command.add_argument("--only", action="append", default=[], help="of what is below this name, such as params")
     options = parser.parse_args(arguments)
     if options.command == "convert":
         return _reported(options.target, lambda: _convert(options.source, options.target, options.to, options.only))
@@ -65,7 +65,8 @@ def _reported(path: Path, command: Callable[[], object]) -> int:
             manifest = read_manifest(storage_of(path))
             size = sum(file.nbytes for file in manifest.files.values())
             files, notes = sum(x.endswith(".distcp") for x in manifest.files), f", notes {sorted(manifest.notes)}"
-            print(f"{path}: {len(manifest.leaves)} leaves, {files} files, {size:,} bytes{notes * bool(manifest.notes)}")
+            there = f"{len(manifest.leaves)} leaves in {sorted({*map(top_of, manifest.leaves)})}"
+            print(f"{path}: {there}, {files} files, {size:,} bytes{notes * bool(manifest.notes)}")
         else:
             print(f"{path}: written; notes are not in it")
     except (ShardError, OSError, TypeError) as error:
@@ -74,7 +75,7 @@ def _reported(path: Path, command: Callable[[], object]) -> int:
     return 0
 
 
-def _convert(source: Path, target: Path, to: str, only: str) -> None:
+def _convert(source: Path, target: Path, to: str, only: list[str]) -> None:
     """Write what is in one place to another, of another kind."""
     if target.exists():
         raise ShardError("it is there already; give a new name")
@@ -86,13 +87,12 @@ def _convert(source: Path, target: Path, to: str, only: str) -> None:
     if target.suffix == ".safetensors":
         _into_safetensors(source, manifest, target, only)
     elif to == "dcp" and not only:
-        shutil.copytree(source, target, ignore=lambda _, names: [x for x in names if x not in {*manifest.files}])
-        dcp.write_values(manifest, target)
+        dcp.write_directory(source, target)
     else:
         raise ShardError("from a checkpoint of shardfn: write --to dcp, or a name that ends in .safetensors")
 
 
-def _into_ours(source: Path, target: Path, to: str, only: str) -> None:
+def _into_ours(source: Path, target: Path, to: str, only: list[str]) -> None:
     if to == "dcp" or target.suffix == ".safetensors":
         raise ShardError(f"'{source}' is no checkpoint of shardfn; convert it into one first")
     notes: dict[str, Any] = {}
@@ -105,26 +105,29 @@ def _into_ours(source: Path, target: Path, to: str, only: str) -> None:
                 files.read(name, tuple((0, n) for n in value.shape), value)
     tree: dict[str, Any] = {}
     for name in sorted(name for name, value in values.items() if isinstance(value, torch.Tensor | int | float)):
-        if not only or name.startswith(f"{only}."):
-            *path, last = name.removeprefix(f"{only}." if only else "").split(".")
-            place = tree
-            for key in path:
-                place = place.setdefault(key, {})
-                if not isinstance(place, dict):
-                    raise ShardError(f"'{name}' is below a tensor of that name")
+        *path, last = _below(name, only).split(".")
+        place = tree
+        for key in path:
+            place = place.setdefault(key, {})
+            if not isinstance(place, dict):
+                raise ShardError(f"'{name}' is below a tensor of that name")
+        if last:
             place[last] = values[name]
     save(target, tree, notes=None if only else notes)
 
 
-def _into_safetensors(source: Path, manifest: Manifest, target: Path, only: str) -> None:
-    leaves = {x: leaf for x, leaf in manifest.leaves.items() if not only or x.startswith(f"{only}.")}
-    if not leaves:
-        raise ShardError(
-            f"nothing in '{source}' is below '{only}'; there are {sorted({x.split('.')[0] for x in manifest.leaves})}"
-        )
-    names = {name: keys_of(name.removeprefix(f"{only}." if only else "")) for name in leaves}
+def _below(name: str, only: list[str]) -> str:
+    """What a name is below one of some others; nothing if it is below none."""
+    return next((name[len(top) + 1 :] for top in only if is_in(name, top)), "") if only else name
+
+
+def _into_safetensors(source: Path, manifest: Manifest, target: Path, only: list[str]) -> None:
+    names = {name: keys_of(short) for name in manifest.leaves if (short := _below(name, only))}
+    if not names:
+        raise ShardError(f"nothing in '{source}' is below {only}; there are {sorted({*map(top_of, manifest.leaves)})}")
     if len({*names.values()}) < len(names):
         raise ShardError("two leaves would have one name, which differ by dots in their keys only; write --only")
+    leaves = {name: manifest.leaves[name] for name in names}
     plan = tensor_files.plan_file(target.name, {names[x]: (leaf.shape, leaf.dtype) for x, leaf in leaves.items()})
     writer = tensor_files.TensorWriter(target.parent, tensor_files.FilesPlan((plan,), alone=True))
     with closing(VerifiedReader(storage_of(source), manifest)) as reader, closing(writer):

@@ -17,8 +17,8 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from threading import RLock, Thread
@@ -143,7 +143,7 @@ class Background:
         self._begin()
 
     def _begin(self) -> None:
-        self.lock = RLock()
+        self._lock = RLock()
         self._writer: Any = None
         self._exchange: tuple[Any, Any] = None, None  # the process group of all ranks, and one beside it
         self._latest: Saving | None = None
@@ -165,6 +165,12 @@ class Background:
             vars(threading)["_register_atexit"](self._end)  # before executors end, which a `Storage` may have
             atexit.register(self._exit)
         return SharedMemory()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other thread is within, which would share the memory that is written."""
+        with self._lock:
+            yield
 
     def meet(self, name: str) -> None:
         """Have a process group for the exchange; all ranks call it, with one name."""

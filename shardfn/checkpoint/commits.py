@@ -231,9 +231,6 @@ def _end_replacement(storage: Storage, save: _Save) -> None:
 
 def _move(storage: Storage, name: str, to: str) -> None:
     """Give a small file another name."""
-    if isinstance(storage, LocalDirectory):
-        (storage.path / name).replace(storage.path / to)
-        return
     data = bytearray(storage.size(name))
     storage.read(name, memoryview(data), 0)
     storage.put(to, bytes(data))

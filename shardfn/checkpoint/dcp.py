@@ -18,39 +18,44 @@ from weakref import finalize
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import storage
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-    WriteItemType,
-)
+from torch.distributed.checkpoint import metadata as metadata_
+from torch.distributed.checkpoint import planner as planner_
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver, storage
 from torch.futures import Future
 
-from shardfn._torch import read_checkpoint_metadata, with_values
+from shardfn._torch import read_checkpoint_metadata
 from shardfn.checkpoint.commits import METADATA, commit_to, in_the_way, name_of_file
 from shardfn.checkpoint.hashed_files import HashingSink, TensorPieces, VerifiedReader
 from shardfn.checkpoint.leaves import SavedLeaf
-from shardfn.checkpoint.manifest import Manifest, from_json, is_checkpoint, read_manifest, require_each_once, to_json
+from shardfn.checkpoint.manifest import from_json, is_checkpoint, read_manifest, require_each_once, to_json
 from shardfn.checkpoint.saves import Written, manifest_of
 from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage, owner, storage_of
 from shardfn.layout import narrowed
 from shardfn.notation import ShardError
 
 _NOTES = "torch.distributed.checkpoint"  # in notes: what is no tensor, and the paths of all names
-_VALUES = "values.distcp"
 
 
-class StorageWriter(storage.StorageWriter):
+class _Anywhere:
+    """What torch asks of a writer and of a reader, and ours need not."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path will do."""
+        return True
+
+    def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is to be set up."""
+
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is to be set up."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """What this rank does, as torch has planned."""
+        return plan
+
+
+class StorageWriter(_Anywhere, storage.StorageWriter):
     """Writes a checkpoint of ours from `torch.distributed.checkpoint.save`: with hashes, and whole or not there.
 
     >>> import tempfile, torch, shardfn as sf
@@ -71,24 +76,12 @@ class StorageWriter(storage.StorageWriter):
     def __init__(self, path: str | os.PathLike[str] | Storage, *, overwrite: bool = False) -> None:
         self._place, self._overwrite = path if isinstance(path, Storage) else Path(path), overwrite
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path will do."""
-        return True
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A path given to `dcp.save` counts."""
         if checkpoint_id is not None:
             self._place = Path(checkpoint_id)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is to be set up."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """What this rank writes, as torch has planned."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def prepare_global_plan(self, plans: list[planner_.SavePlan]) -> list[planner_.SavePlan]:
         """The first rank makes a place for files."""
         if problem := in_the_way(self._place, self._overwrite):
             raise ShardError(f"StorageWriter: {problem}")
@@ -99,10 +92,10 @@ class StorageWriter(storage.StorageWriter):
         self._undo = finalize(self, self._commit.abandon, files)  # torch does not say when a save has failed
         return [replace(x, storage_data=(self._commit.storage, file)) for x, file in zip(plans, files, strict=True)]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[storage.WriteResult]]:
+    def write_data(self, plan: planner_.SavePlan, planner: planner_.SavePlanner) -> Future[list[storage.WriteResult]]:
         """A file of this rank."""
         place, name = plan.storage_data
-        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type != planner_.WriteItemType.BYTE_IO]
         written, places = None, []
         if tensors:
             with place.create(name) as file:
@@ -116,7 +109,7 @@ class StorageWriter(storage.StorageWriter):
                 written = sink.hashed()
         results = [storage.WriteResult(item.index, 0, (name, written, places, [])) for item in tensors[:1]]
         for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
+            if item.type == planner_.WriteItemType.BYTE_IO:
                 pickled: Any = planner.resolve_data(item)
                 pickled.seek(0)
                 value = _as_json(item.index.fqn, torch.load(pickled, weights_only=True))
@@ -125,7 +118,7 @@ class StorageWriter(storage.StorageWriter):
         done.set_result(results)
         return done
 
-    def finish(self, metadata: Metadata, results: list[list[storage.WriteResult]]) -> None:
+    def finish(self, metadata: metadata_.Metadata, results: list[list[storage.WriteResult]]) -> None:
         """The first rank makes it a checkpoint."""
         known: dict[str, Any] = metadata.state_dict_metadata
         everyone: list[Written] = [x.storage_data for rank in results for x in rank if _is_tensor(known[x.index.fqn])]
@@ -135,7 +128,7 @@ class StorageWriter(storage.StorageWriter):
         self._undo.detach()
 
 
-class StorageReader(storage.StorageReader):
+class StorageReader(_Anywhere, storage.StorageReader):
     """Reads a checkpoint of ours for `torch.distributed.checkpoint.load`; see `StorageWriter`.
 
     Args:
@@ -145,44 +138,34 @@ class StorageReader(storage.StorageReader):
     def __init__(self, path: AnyPlace) -> None:
         self._storage = storage_of(path)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path will do."""
-        return True
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A path given to `dcp.load` counts."""
         if checkpoint_id is not None:
             self._storage = LocalDirectory(checkpoint_id)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata_.Metadata:
         """What there is, in torch's words."""
         self._manifest = read_manifest(self._storage)
         noted = self._manifest.notes.get(_NOTES, _noted({}, None)[_NOTES])
-        known: dict[str, Any] = {name: BytesStorageMetadata() for name in noted["values"]}
+        known: dict[str, Any] = {name: metadata_.BytesStorageMetadata() for name in noted["values"]}
         for name, leaf in ((name, leaf) for name, leaf in self._manifest.leaves.items() if name not in known):
             boxes = (tuple(zip(*part.box, strict=True)) or ((), ()) for part in leaf.parts)
-            chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in boxes]
-            known[name] = TensorStorageMetadata(TensorProperties(leaf.dtype), torch.Size(leaf.shape), chunks)
-        return Metadata(known, {name: tuple(noted["paths"].get(name, [name])) for name in known}, {})
+            chunks = [metadata_.ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in boxes]
+            known[name] = metadata_.TensorStorageMetadata(
+                metadata_.TensorProperties(leaf.dtype), torch.Size(leaf.shape), chunks
+            )
+        return metadata_.Metadata(known, {name: tuple(noted["paths"].get(name, [name])) for name in known}, {})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is to be set up."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """What this rank reads, as torch has planned."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+    def prepare_global_plan(self, plans: list[planner_.LoadPlan]) -> list[planner_.LoadPlan]:
         """What all ranks read."""
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: planner_.LoadPlan, planner: planner_.LoadPlanner) -> Future[None]:
         """Read it, and compare it with the hashes of what was written."""
         with closing(VerifiedReader(self._storage, self._manifest)) as reader:
             for item in plan.items:
                 name = item.storage_index.fqn
-                if item.type == LoadItemType.BYTE_IO:
+                if item.type == planner_.LoadItemType.BYTE_IO:
                     value = io.BytesIO()
                     torch.save(from_json(self._manifest.notes[_NOTES]["values"][name], name, _no_tensor), value)
                     value.seek(0)
@@ -198,17 +181,13 @@ class StorageReader(storage.StorageReader):
         return done
 
 
-def write_values(manifest: Manifest, directory: Path) -> None:
-    """Put what is no tensor into a directory of torch.distributed.checkpoint that has the tensors of a checkpoint."""
-    noted = manifest.notes.get(_NOTES, _noted({}, None)[_NOTES])
-    items: dict[str, tuple[str, int, int]] = {}
-    with (directory / _VALUES).open("wb") as file:
-        for name, value in noted["values"].items():
-            at = file.tell()
-            torch.save(from_json(value, name, _no_tensor), file)
-            items[name] = _VALUES, at, file.tell() - at
-    metadata = directory / METADATA
-    metadata.write_bytes(with_values(metadata.read_bytes(), items, noted["paths"]))
+def write_directory(source: Path, target: Path) -> None:
+    """What is in a checkpoint, as torch.distributed.checkpoint writes it."""
+    manifest = read_manifest(storage_of(source))
+    state: dict[str, Any] = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in manifest.leaves.items()}
+    state |= dict.fromkeys(manifest.notes.get(_NOTES, {"values": ()})["values"])
+    state_dict_loader.load(state, storage_reader=StorageReader(source), no_dist=True)
+    state_dict_saver.save(state, checkpoint_id=target, no_dist=True)
 
 
 def _noted(values: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] | None) -> dict[str, Any]:
@@ -225,7 +204,7 @@ def _as_json(name: str, value: Any) -> Any:
 
 
 def _is_tensor(known: object) -> bool:
-    return isinstance(known, TensorStorageMetadata)
+    return isinstance(known, metadata_.TensorStorageMetadata)
 
 
 def _no_tensor(path: str, _: Mapping[str, Any]) -> Any:
@@ -254,7 +233,7 @@ def read_directory(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _read(directory: Path, metadata: Any, name: str, known: Any) -> Any:
-    if not isinstance(known, TensorStorageMetadata):
+    if not isinstance(known, metadata_.TensorStorageMetadata):
         return _item(directory, metadata, name, None)
     boxes = [tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in known.chunks]
     require_each_once(name, known.size, boxes)

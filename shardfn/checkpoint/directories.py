@@ -6,9 +6,10 @@ load    the manifest  ->  compared with what is wanted  ->  each rank reads its 
 import os
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn._torch import pytree
 from shardfn.checkpoint.commits import remove
 from shardfn.checkpoint.hashed_files import VerifiedReader
-from shardfn.checkpoint.leaves import is_leaf, name_of, of_each_rank, of_rank, restored, values_of, wanted_by
+from shardfn.checkpoint.leaves import is_leaf, name_of, of_each_rank, of_rank, restored, top_of, values_of, wanted_by
 from shardfn.checkpoint.manifest import Manifest, StoredLeaf, is_checkpoint, read_manifest
 from shardfn.checkpoint.saves import mesh_of, require_one_path, settle, together
 from shardfn.checkpoint.storages import AnyPlace, Storage, storage_of
@@ -29,6 +30,9 @@ from shardfn.layout import is_in
 from shardfn.notation import did_you_mean, raise_problems
 
 STEP = "step-{:08d}"
+_INSTEAD = (
+    "Write `...` for what is not to be read; or unexpected='ignore', missing='ignore', cast=True to round numbers"
+)
 _LINES = 12  # of what does not fit: a model of another dtype has as many problems as parameters
 
 
@@ -106,14 +110,11 @@ def verify(path: AnyPlace) -> None:
         reader.verify()
 
 
-def saved_by(path: AnyPlace, name: str) -> int:
-    """By how many ranks a leaf was saved of which each has one."""
-    return sum(_base(stored) == name for stored in read_manifest(storage_of(path)).leaves)
-
-
-def shapes(path: AnyPlace) -> dict[str, tuple[int, ...]]:
-    """Those of the leaves of a checkpoint, by their names."""
-    return {name: leaf.shape for name, leaf in read_manifest(storage_of(path)).leaves.items()}
+def described(path: AnyPlace) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], Counter[str]]:
+    """Notes, shapes of leaves by names, and by how many ranks one was saved of which each has one of its own."""
+    manifest = read_manifest(storage_of(path))
+    shapes = {name: leaf.shape for name, leaf in manifest.leaves.items()}
+    return dict(manifest.notes), shapes, Counter(map(_base, shapes))
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -146,26 +147,39 @@ def _require_same(
     `each`: the names of what each rank has one of.
     """
     missing, unexpected, cast = how
-    problems: list[str] = []
+    lacking, others, problems = list[str](), list[str](), list[str]()
     for name, (shape, dtype) in wanted.items():
         have = manifest.leaves.get(name)
         if have is None and missing == "error" and _base(name) not in each:
-            hint = did_you_mean(name, manifest.leaves.keys() - wanted.keys()) if not problems else ""
-            problems.append(f"'{name}' is not in it{hint}")
+            lacking.append(name)
         elif have and not (have.shape == shape and (have.dtype == dtype or (cast and _rounds(have, dtype)))):
             problems.append(f"'{name}' is {have.shape} {have.dtype}, wanted {shape} {dtype}")
     ranks = Counter(map(_base, manifest.leaves))
     here = dist.get_world_size() if dist.is_initialized() else 1
-    for name in sorted(each):
-        if not ranks[name] and missing == "error":
-            problems.append(f"'{name}' of each rank is not in it")
-        elif ranks[name] not in (0, here):
-            problems.append(f"'{name}' of each rank is of {ranks[name]} ranks, and {here} are here")
+    lacking += sorted(name for name in each if not ranks[name] and missing == "error")
+    misfits = sorted(name for name in each if ranks[name] not in (0, here))
+    problems += [f"'{name}' of each rank is of {ranks[name]} ranks, and {here} are here" for name in misfits]
     for name in sorted(x for x in manifest.leaves if x not in wanted and _base(x) not in each):
         left_out = any(is_in(name, part) or name == part for part in skipped)
-        if name.split(".")[0] in whole or (unexpected == "error" and not left_out):
-            problems.append(f"'{name}' is in it and was not asked for")
-    raise_problems(f"checkpoint.load: '{path}' does not fit", problems, _LINES)
+        if top_of(name) in whole or (unexpected == "error" and not left_out):
+            others.append(name)
+    if missing == "ignore" and wanted and wanted.keys().isdisjoint(manifest.leaves):
+        problems.append("nothing that was asked for is in it")
+    hint = did_you_mean(lacking[0], manifest.leaves.keys() - wanted.keys()) if lacking else ""
+    problems += _by_tops(lacking, [*manifest.leaves], "is not in it", hint)
+    problems += _by_tops(others, [*wanted, *skipped, *each], "is in it and was not asked for")
+    raise_problems(f"checkpoint.load: '{path}' does not fit", problems, _LINES, _INSTEAD)
+
+
+def _by_tops(names: Sequence[str], others: Sequence[str], what: str, hint: str = "") -> Iterator[str]:
+    """What is said of some names, once of those of a top that none of `others` has; a hint ends what is first."""
+    tops = set(map(top_of, others))
+    for top, group in groupby(names, top_of):
+        alike = [*group]
+        several = top not in tops and len(alike) > 1
+        said = [f"'{top}.*' {what}, {len(alike)} leaves"] if several else [f"'{name}' {what}" for name in alike]
+        yield from (f"{said[0]}{hint}", *said[1:])
+        hint = ""
 
 
 def _base(name: str) -> str:

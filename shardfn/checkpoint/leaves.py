@@ -174,6 +174,11 @@ def name_of(path: Sequence[Any]) -> str:
     return ".".join(path_name((key,)).replace("~", "~0").replace(".", "~1").replace("@", "~2") for key in path)
 
 
+def top_of(name: str) -> str:
+    """The key at the top of the tree."""
+    return name.split(".")[0]
+
+
 def keys_of(name: str) -> str:
     """A name with the characters that were in its keys."""
     return name.replace("~2", "@").replace("~1", ".").replace("~0", "~")

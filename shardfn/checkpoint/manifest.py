@@ -74,6 +74,10 @@ class Manifest:
     leaves: Mapping[str, StoredLeaf]
     notes: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, leaf in self.leaves.items():
+            require_each_once(name, leaf.shape, [part.box for part in leaf.parts])
+
     def text(self) -> str:
         """As it is written."""
         files = {name: {"size": x.nbytes, "sha256": [*x.hashes]} for name, x in self.files.items()}
@@ -191,7 +195,6 @@ def _leaf(
         ends = all(start + n <= whole for (start, n), whole in zip(part.box, shape, strict=True))
         if not ends or part.at + prod(n for _, n in part.box) * kind.itemsize > files[part.file].nbytes:
             raise ValueError(f"a part of {name!r} that is outside of it or of its file")
-    require_each_once(name, shape, [part.box for part in stored])
     return StoredLeaf(tuple(shape), kind, tuple(stored))
 
 

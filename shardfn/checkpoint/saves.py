@@ -26,15 +26,7 @@ from shardfn.checkpoint.background import BACKGROUND, StagingSink
 from shardfn.checkpoint.commits import METADATA, Commit, RenamedDirectory, commit_to, in_the_way, name_of_file
 from shardfn.checkpoint.hashed_files import HashingSink, Piece, Sink, TensorPieces, hashed
 from shardfn.checkpoint.leaves import EACH, SavedLeaf, is_first, to_save
-from shardfn.checkpoint.manifest import (
-    HashedFile,
-    Manifest,
-    StoredLeaf,
-    StoredPart,
-    is_checkpoint,
-    no_collection,
-    require_each_once,
-)
+from shardfn.checkpoint.manifest import HashedFile, Manifest, StoredLeaf, StoredPart, is_checkpoint, no_collection
 from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage, owner, with_space
 from shardfn.comm import agree_on, failing_together, gather_objects
 from shardfn.layout import Box
@@ -90,6 +82,7 @@ def save(
     return save_and(lambda: None, path, tree, mesh, notes, async_, overwrite)
 
 
+@BACKGROUND.alone()
 def save_and(
     then: Callable[[], object],
     path: AnyPlace,
@@ -100,19 +93,7 @@ def save_and(
     overwrite: bool = False,
 ) -> Any:
     """`save`, and what the first rank does once the checkpoint is there."""
-    with BACKGROUND.lock:  # of threads, which share the memory that is written in the background
-        return _save_and(then, path, tree, mesh_of(tree, mesh), notes, async_, overwrite)
-
-
-def _save_and(
-    then: Callable[[], object],
-    path: AnyPlace,
-    tree: Any,
-    mesh: DeviceMesh | None,
-    notes: Mapping[str, Any] | None,
-    async_: bool,
-    overwrite: bool,
-) -> Any:
+    mesh = mesh_of(tree, mesh)
     settle(mesh)
     with together(mesh, "checkpoint.save"):
         if not isinstance(path, str | os.PathLike | Storage):
@@ -259,8 +240,6 @@ def manifest_of(
     }
     first_names = {name: leaf for leaf in leaves for name in leaf.names}
     stored = {n: StoredLeaf(x.shape, x.dtype, of_ranks[x.names[0]]) for n, x in first_names.items()}
-    for name, leaf in stored.items():
-        require_each_once(name, leaf.shape, [part.box for part in leaf.parts])
     boxes = {
         name: [([a for a, _ in box], [n for _, n in box], file, x.start, x.length) for box, file, x in of_leaf]
         for name, of_leaf in parts.items()

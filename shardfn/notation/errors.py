@@ -34,20 +34,21 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def raise_problems(verb: str, problems: Sequence[str], lines: int | None = None) -> None:
+def raise_problems(verb: str, problems: Sequence[str], lines: int | None = None, instead: str = "") -> None:
     """Raise one `ShardError` that lists all of `problems`, those of like layers once; nothing when there are none.
 
-    With `lines`, it lists as many as have room in so many, and says how many more there are.
+    With `lines`, it lists as many as have room in so many, and says how many more there are; then what to write
+    `instead`.
     """
     if not problems:
         return
     kinds = list(of_like_layers(problems))
     if len(kinds) == 1:
-        raise ShardError(f"{verb}: {kinds[0]}")
+        raise ShardError(f"{verb}: {kinds[0]}{f'. {instead}' * bool(instead)}")
     listed = [f"{i}. {problem}" for i, problem in enumerate(kinds, 1)]
     of_kinds = f", of {len(kinds)} kinds" if len(kinds) < len(problems) else ""
-    listed = listed if lines is None else _first_of(listed, lines - 1)
-    raise ShardError("\n".join([f"{verb}: {len(problems)} problems{of_kinds}", *listed]))
+    listed = listed if lines is None else _first_of(listed, lines - 1 - bool(instead))
+    raise ShardError("\n".join([f"{verb}: {len(problems)} problems{of_kinds}", *listed, *filter(None, [instead])]))
 
 
 def _first_of(listed: list[str], lines: int) -> list[str]:

@@ -99,20 +99,25 @@ def load(trainer: Saved, found: Sequence[Path], others: Mapping[str, Any]) -> tu
 def _load(trainer: Saved, path: Path, others: Mapping[str, Any]) -> dict[str, Any]:
     params = trainer.params
     with failing_together(trainer.mesh, "Trainer.load"):
-        notes = directories.notes(path)
+        notes, sizes, ranks = directories.described(path)
         if missing := [name for name in others if name not in notes]:
             have = f"has no state of {missing}, only of {sorted(notes)}" if notes else f"has no state of {missing}"
             raise ShardError(f"Trainer.load: '{path}' {have}; load it without {missing[0]}=")
-        sizes, ranks = directories.shapes(path), directories.saved_by(path, "random.0")
+        for name in others:
+            if (each := ranks[f"{OTHERS}.{name}.each"]) not in (0, trainer.mesh.size()):
+                why = f"the state of '{name}' is that of each of {each} ranks, and {trainer.mesh.size()} are here"
+                raise ShardError(f"Trainer.load: {why}; load it without {name}=, and skip trainer.samples samples")
+        if trainer.ema is None and any(name.startswith("ema.") for name in sizes):
+            warnings.warn(f"Trainer.load: '{path}' has an average, which Trainer(ema=...) would have", stacklevel=4)
         like = {name: memory_for(notes[name], name, params, sizes) for name in others}
-    if left := [name for name in notes if name not in others]:
-        asked = f"load(..., {left[0]}=...)"
+    if left := [name for name in notes if name not in others and name.isidentifier()]:
+        asked = f"load(..., {', '.join(f'{name}=...' for name in left)})"
         warnings.warn(f"Trainer.load: '{path}' also has {left}, which nobody asked for: {asked}", stacklevel=4)
     wanted, device = _state(trainer) | {OTHERS: like}, device_of(trainer.mesh.device_type)
-    if ranks == trainer.mesh.size():
+    if (each := ranks["random.0"]) == trainer.mesh.size():
         wanted["random"] = [PerRank(x) for x in _random_states(device)]
-    elif ranks:
-        why = f"'{path}' has random states of {ranks} ranks, and {trainer.mesh.size()} are here, which keep their own"
+    elif each:
+        why = f"'{path}' has random states of {each} ranks, and {trainer.mesh.size()} are here, which keep their own"
         warnings.warn(f"Trainer.load: {why}", stacklevel=4)
     whole = ("params", "optimizer")
     state = directories.load(path, wanted, trainer.mesh, whole=whole, unexpected="ignore")
@@ -137,7 +142,9 @@ def _state(trainer: Saved) -> dict[str, Any]:
 def _random_states(device: torch.device) -> list[Tensor]:
     """Where the generators of torch, of Python and of NumPy are."""
     _, numbers, spare = random.getstate()
-    _, keys, at, has_spare, spare_of_numpy = numpy.random.get_state(legacy=True)
+    kind, keys, at, has_spare, spare_of_numpy = [*numpy.random.get_state(legacy=True), None, None, None, None][:5]
+    if kind != "MT19937":
+        raise ShardError("Trainer: NumPy's global generator is none of its own kind, MT19937, whose state is saved")
     own = [*numbers, spare is not None, spare or 0.0], [*keys, at, has_spare, spare_of_numpy]
     return [*random_states(device), *(torch.tensor(x, dtype=torch.float64) for x in own)]
 

@@ -509,7 +509,7 @@ def test_the_command_line_lists_and_verifies(tmp_path: Path, capsys: pytest.Capt
         "mine",
         "step-last",
     ]
-    assert all("2 leaves, 1 files" in line and "notes ['loss']" in line for line in lines)
+    assert all("2 leaves in ['n', 'x'], 1 files" in line and "notes ['loss']" in line for line in lines)
     assert main(["verify", str(tmp_path / "mine")]) == 0
     (file,) = (tmp_path / "mine").glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-1] + b"x")

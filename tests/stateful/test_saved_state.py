@@ -130,7 +130,7 @@ def test_a_state_that_is_the_same_on_all_ranks_goes_to_any_number(tmp_path: Path
 
 def test_one_of_each_rank_does_not(tmp_path: Path) -> None:
     run(_saves_loader, str(tmp_path), False, ranks=2)
-    match = "'others.loader.each' of each rank is of 2 ranks, and 1 are here"
+    match = "the state of 'loader' is that of each of 2 ranks, and 1 are here; load it without loader="
     run_raises(sf.ShardError, _loads_loader, str(tmp_path), False, 1, match=match, ranks=1)
     assert run(_loads_loader, str(tmp_path), False, 2, ranks=2) == [1, 2]
 
