@@ -33,16 +33,9 @@ def checkpoint_metadata(tensors: Mapping[str, tuple[Sequence[int], torch.dtype, 
     return pickle.dumps(metadata)
 
 
-_OF_METADATA = (
-    metadata_.Metadata,
-    metadata_.MetadataIndex,
-    metadata_.StorageMeta,
-    metadata_.TensorProperties,
-    metadata_.TensorStorageMetadata,
-    metadata_.BytesStorageMetadata,
-)
-_OF_METADATA = (*_OF_METADATA, metadata_.ChunkStorageMetadata, metadata_._MEM_FORMAT_ENCODING)
-_CLASSES: dict[tuple[str, str], Any] = {(metadata_.__name__, x.__name__): x for x in _OF_METADATA}
+_OF_METADATA = "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata BytesStorageMetadata".split()
+_OF_METADATA += ["ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"]
+_CLASSES: dict[tuple[str, str], Any] = {(metadata_.__name__, name): vars(metadata_)[name] for name in _OF_METADATA}
 _CLASSES[filesystem.__name__, "_StorageInfo"] = filesystem._StorageInfo
 _CLASSES |= {("pathlib", name): PurePath for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")}
 

@@ -123,8 +123,8 @@ def _below(name: str, only: list[str]) -> str:
 
 def _into_safetensors(source: Path, manifest: Manifest, target: Path, only: list[str]) -> None:
     names = {name: keys_of(short) for name in manifest.leaves if (short := _below(name, only))}
-    if not names:
-        raise ShardError(f"nothing in '{source}' is below {only}; there are {sorted({*map(top_of, manifest.leaves)})}")
+    if unmet := [top for top in only if not any(is_in(name, top) for name in names)]:
+        raise ShardError(f"nothing in '{source}' is below {unmet}; there are {sorted({*map(top_of, manifest.leaves)})}")
     if len({*names.values()}) < len(names):
         raise ShardError("two leaves would have one name, which differ by dots in their keys only; write --only")
     leaves = {name: manifest.leaves[name] for name in names}

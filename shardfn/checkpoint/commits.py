@@ -89,15 +89,11 @@ class ReplacedManifest:
         """Make it the checkpoint."""
         for name, file in manifest.files.items():
             if name != METADATA and not self.of_each_rank and not has(self.storage, name, file.nbytes):
-                raise ShardError(
-                    f"checkpoint.save: a rank has written '{name}' to another {self.storage} than the first rank sees; "
-                    "give a directory that all ranks see, or sf.checkpoint.LocalDirectory of each"
-                )
+                why = f"a rank has written '{name}' to another {self.storage} than the first rank sees"
+                raise ShardError(f"checkpoint.save: {why}; give a directory that all ranks see, or a LocalDirectory")
         self.storage.put(f"{self._nonce}{METADATA}", metadata)
         self.storage.put(NAME, manifest.text().encode(errors="surrogatepass"), self._require_same)
-        with suppress(
-            OSError
-        ):  # it is there; another save or removal may come in between, and the next one does the rest
+        with suppress(OSError):  # it is the checkpoint by now; what is left goes with another save
             assert self._save is not None
             _end_replacement(self.storage, self._save)
 
@@ -156,12 +152,8 @@ def strangers(storage: Storage, manifest: Manifest) -> list[str]:
     known = {*manifest.files, NAME, METADATA}
     others = (NEW, *(prefix for save in _saves(storage) for prefix in (save.old, save.new, save.marker)))
     names = (name for name in storage.names() if name not in known and not name.startswith(others))
-    return sorted(name for name in names if _is_there(storage, name))
-
-
-def _is_there(storage: Storage, name: str) -> bool:
-    """Whether what a listing has is there, or is no file at all."""
-    return isinstance(storage, LocalDirectory) or has(storage, name)
+    # A listing of an object store may be late; what a directory has is there, or is no file at all.
+    return sorted(name for name in names if isinstance(storage, LocalDirectory) or has(storage, name))
 
 
 def is_being_replaced(storage: Storage) -> bool:

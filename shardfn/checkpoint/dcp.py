@@ -151,9 +151,8 @@ class StorageReader(_Anywhere, storage.StorageReader):
         for name, leaf in ((name, leaf) for name, leaf in self._manifest.leaves.items() if name not in known):
             boxes = (tuple(zip(*part.box, strict=True)) or ((), ()) for part in leaf.parts)
             chunks = [metadata_.ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in boxes]
-            known[name] = metadata_.TensorStorageMetadata(
-                metadata_.TensorProperties(leaf.dtype), torch.Size(leaf.shape), chunks
-            )
+            about = metadata_.TensorProperties(leaf.dtype), torch.Size(leaf.shape), chunks
+            known[name] = metadata_.TensorStorageMetadata(*about)
         return metadata_.Metadata(known, {name: tuple(noted["paths"].get(name, [name])) for name in known}, {})
 
     def prepare_global_plan(self, plans: list[planner_.LoadPlan]) -> list[planner_.LoadPlan]:

@@ -30,9 +30,7 @@ from shardfn.layout import is_in
 from shardfn.notation import did_you_mean, raise_problems
 
 STEP = "step-{:08d}"
-_INSTEAD = (
-    "Write `...` for what is not to be read; or unexpected='ignore', missing='ignore', cast=True to round numbers"
-)
+_INSTEAD = "Write `...` for what is not to be read; or unexpected='ignore', missing='ignore', cast=True for rounding"
 _LINES = 12  # of what does not fit: a model of another dtype has as many problems as parameters
 
 

@@ -110,9 +110,8 @@ def save_and(
         facts_of_first = problem, is_first() and is_checkpoint(place), owner()
     if mesh is not None:
         instead = (
-            ". A tensor that is not the same on all ranks is saved of the first one, sf.checkpoint.OfFirst(x), or of "
+            ". Of what differs save the first rank's, sf.checkpoint.OfFirst(x), or each one's, sf.checkpoint.PerRank(x)"
         )
-        instead += "each, sf.checkpoint.PerRank(x)"
         facts = [f"async_={async_}", *(fact for leaf in leaves for fact in leaf.facts)]
         agree_on(mesh, "checkpoint.save", facts, instead=instead)
     problem, replaces, by = of_first(facts_of_first)

@@ -49,7 +49,9 @@ def to_save(other: Any, name: str, params: Params) -> tuple[dict[str, Any], dict
             )
     rest: dict[str, Tensor] = {}
     skeleton = to_json(state, name, rest)
-    described = {key: {leaf: _dtype_name(x) for leaf, x in tree.items()} for key, tree in trees.items()}
+    described = {
+        key: {leaf: str(x.dtype).removeprefix("torch.") for leaf, x in tree.items()} for key, tree in trees.items()
+    }
     return {"rest": rest, "trees": trees}, {"state": skeleton, "trees": described}
 
 
@@ -76,10 +78,6 @@ def _of_this_rank(text: Tensor, name: str) -> Any:
         return x
 
     return from_json(skeleton, name, tensor)
-
-
-def _dtype_name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
 
 
 def names_of(optimizer: torch.optim.Optimizer, params: Params) -> dict[int, str]:

@@ -142,10 +142,13 @@ def _state(trainer: Saved) -> dict[str, Any]:
 def _random_states(device: torch.device) -> list[Tensor]:
     """Where the generators of torch, of Python and of NumPy are."""
     _, numbers, spare = random.getstate()
-    kind, keys, at, has_spare, spare_of_numpy = [*numpy.random.get_state(legacy=True), None, None, None, None][:5]
-    if kind != "MT19937":
+    of_numpy: Any = numpy.random.get_state(legacy=False)
+    if of_numpy["bit_generator"] != "MT19937":
         raise ShardError("Trainer: NumPy's global generator is none of its own kind, MT19937, whose state is saved")
-    own = [*numbers, spare is not None, spare or 0.0], [*keys, at, has_spare, spare_of_numpy]
+    own = (
+        [*numbers, spare is not None, spare or 0.0],
+        [*of_numpy["state"]["key"], of_numpy["state"]["pos"], of_numpy["has_gauss"], of_numpy["gauss"]],
+    )
     return [*random_states(device), *(torch.tensor(x, dtype=torch.float64) for x in own)]
 
 

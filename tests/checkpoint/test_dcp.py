@@ -148,6 +148,16 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = sf.checkpoint.load(tmp_path / "step-2", like["model"])
     assert loaded["0"]["bias"].equal(tree["model"]["0.bias"])
 
+    both = tmp_path / "both.safetensors"
+    assert main(["convert", str(tmp_path / "step-1"), str(both), "--only", "model", "--only", "rng"]) == 1
+    assert "is below ['rng']" in capsys.readouterr().err
+    flat = sf.checkpoint.save(tmp_path / "flat", {"a": {"0.weight": torch.ones(2)}, "b": {"x~y": torch.zeros(1)}})
+    assert main(["convert", str(flat), str(both), "--only", "a", "--only", "b"]) == 0
+    assert sorted(load_file(both)) == ["0.weight", "x~y"]
+    same = sf.checkpoint.save(tmp_path / "same", {"a.b": torch.ones(2), "a": {"b": torch.zeros(1)}})
+    assert main(["convert", str(same), str(tmp_path / "same.safetensors")]) == 1
+    assert "two leaves would have one name" in capsys.readouterr().err
+
     for arguments, why in (
         (["theirs", "step-1"], "there already"),
         (["theirs", "x.safetensors"], "convert it into one first"),

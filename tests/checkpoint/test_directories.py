@@ -244,6 +244,9 @@ def test_what_is_missing_or_of_another_dtype_when_that_is_asked_for(tmp_path: Pa
     like = {"a": torch.zeros(2, 3), "n": torch.zeros(2, dtype=torch.int64), "b": torch.full((2,), 7.0), "c": 5}
     with pytest.raises(sf.ShardError, match="3 problems"):
         sf.checkpoint.load(path, like)
+    for other in ({"z": torch.zeros(2)}, {"z": torch.zeros(2), "a1": ...}):
+        with pytest.raises(sf.ShardError, match="nothing that was asked for is in it"):
+            sf.checkpoint.load(path, other, missing="ignore", unexpected="ignore")
     params = _one(5)
     read = sf.checkpoint.load(path, like | {"p": params}, missing="ignore", cast=True)
     assert sf.gather(read["p"])["bias"].equal(sf.gather(params)["bias"])

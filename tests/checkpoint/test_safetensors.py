@@ -585,6 +585,9 @@ def test_an_index_and_its_files_belong_together(mesh: DeviceMesh) -> None:
         attempt("is in '.*' and in '")
         on_first_rank(index.write_text, "{}")
         attempt("is not an index of safetensors files")
+        for elsewhere in ("../model.safetensors", "/model.safetensors"):
+            on_first_rank(index.write_text, json.dumps({"weight_map": {"x": elsewhere}}))
+            attempt("which is in another directory")
 
 
 @pytest.mark.everyday(1)

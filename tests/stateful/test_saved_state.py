@@ -208,3 +208,23 @@ def test_what_cannot_be_kept_is_an_error_before_anything_is_saved(tmp_path: Path
     (tmp_path / "file").touch()
     with pytest.raises(sf.ShardError, match="is a file; give a checkpoint"):
         sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1), resume=tmp_path / "file")
+
+
+def test_an_average_that_nobody_asks_for_is_told(tmp_path: Path) -> None:
+    mesh = sf.make_mesh("cpu", fsdp=1)
+    adamw = sf.optim.adamw(0.1)
+    sf.Trainer(nn.Linear(2, 2), mesh, optimizer=adamw, ema=0.9).save(tmp_path)
+    with pytest.warns(UserWarning, match=r"has an average, which Trainer\(ema=...\) would have"):
+        sf.Trainer(nn.Linear(2, 2), mesh, optimizer=adamw, resume=tmp_path)
+
+
+def test_other_generators_of_numpy_are_an_error(tmp_path: Path) -> None:
+    trainer, numbers = sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1)), untyped(np.random)
+    own = numbers.get_bit_generator()
+    numbers.set_bit_generator(np.random.PCG64(0))
+    try:
+        with pytest.raises(sf.ShardError, match="NumPy's global generator is none of its own kind"):
+            trainer.save(tmp_path / "run")
+    finally:
+        numbers.set_bit_generator(own)
+    trainer.save(tmp_path / "run")
