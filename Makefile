@@ -23,7 +23,7 @@ test: .venv/.with-test ## run the everyday tests, by two workers: ARGS="-k plan"
 test-all: .venv/.with-test ## run what `make test` leaves out, which takes longer
 	$(PY) -m pytest --numprocesses 2 --dist worksteal -m "(slow or property) and not rest" $(ARGS)
 
-properties: .venv/.with-test ## run each property of the core on 2,000 drawn examples, 25 minutes: EXAMPLES=20000
+properties: .venv/.with-test ## run each property of the core on 2,000 drawn examples, 15 minutes: EXAMPLES=20000
 	$(PY) -m pytest --numprocesses 2 --dist worksteal -m law --examples $(EXAMPLES) $(ARGS)
 
 faults: .venv/.with-test ## kills, full disks, damage, against other libraries, half an hour: ARGS="--only shardfn"
