@@ -110,8 +110,7 @@ class ReplacedManifest:
         begun = [] if self._save is None else [f"{self._nonce}{METADATA}", self._save.marker]
         with suppress(OSError):  # the marker says what the others are, as long as they are there
             for name in (*names, *begun):
-                with suppress(FileNotFoundError):
-                    self.storage.remove(name)
+                _remove(self.storage, name)
 
 
 Commit = RenamedDirectory | ReplacedManifest
@@ -213,8 +212,7 @@ def _end_replacement(storage: Storage, save: _Save) -> None:
     kept = (others - {save.old}) | {nonce}  # what was replaced may have ended, but for its file for torch
     for name in names:
         if (whose := _OF_SAVE.fullmatch(name)) and whose[1] not in kept:
-            with suppress(FileNotFoundError):
-                storage.remove(name)
+            _remove(storage, name)
     if save.new == nonce:
         with suppress(FileNotFoundError):
             _move(storage, f"{nonce}{METADATA}", METADATA)
@@ -229,9 +227,7 @@ def _move(storage: Storage, name: str, to: str) -> None:
     storage.remove(name)
 
 
-def _remove(storage: Storage, prefix: str) -> None:
-    """Take away the files whose names begin so."""
-    for name in storage.names():
-        if name.startswith(prefix):
-            with suppress(FileNotFoundError):
-                storage.remove(name)
+def _remove(storage: Storage, name: str) -> None:
+    """Take a file away, if it is there."""
+    with suppress(FileNotFoundError):
+        storage.remove(name)

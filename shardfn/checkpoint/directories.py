@@ -23,7 +23,7 @@ from shardfn.checkpoint.hashed_files import VerifiedReader
 from shardfn.checkpoint.leaves import is_leaf, name_of, of_each_rank, of_rank, restored, top_of, values_of, wanted_by
 from shardfn.checkpoint.manifest import Manifest, StoredLeaf, is_checkpoint, read_manifest
 from shardfn.checkpoint.saves import mesh_of, require_one_path, settle, together
-from shardfn.checkpoint.storages import AnyPlace, Storage, storage_of
+from shardfn.checkpoint.storages import AnyPlace, storage_of
 from shardfn.checkpoint.tensor_files import Described
 from shardfn.comm import agree_on
 from shardfn.layout import is_in
@@ -71,8 +71,8 @@ def load(
     mesh, storage = mesh_of(like, mesh), storage_of(path)
     settle(mesh)
     with together(mesh, "checkpoint.load"):
-        place = (storage if isinstance(path, Storage) else path) if is_checkpoint(path) else None
-    require_one_path(mesh, "checkpoint.load", place)
+        found = path if is_checkpoint(path) else None
+    require_one_path(mesh, "checkpoint.load", found)
     with together(mesh, "checkpoint.load"):
         manifest = read_manifest(storage)
         wanted = wanted_by(like)
@@ -170,13 +170,13 @@ def _require_same(
 
 
 def _by_tops(names: Sequence[str], others: Sequence[str], what: str, hint: str = "") -> Iterator[str]:
-    """What is said of some names, once of those of a top that none of `others` has; a hint ends what is first."""
+    """What is said of some names, once of those of a top that none of `others` has, and a hint of the first one."""
     tops = set(map(top_of, others))
     for top, group in groupby(names, top_of):
         alike = [*group]
-        several = top not in tops and len(alike) > 1
-        said = [f"'{top}.*' {what}, {len(alike)} leaves"] if several else [f"'{name}' {what}" for name in alike]
-        yield from (f"{said[0]}{hint}", *said[1:])
+        more = f" (and {len(alike) - 1} more of '{top}')" if top not in tops and len(alike) > 1 else ""
+        yield f"'{alike[0]}' {what}{hint}{more}"
+        yield from (f"'{name}' {what}" for name in alike[1:] if not more)
         hint = ""
 
 
