@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from shardfn.checkpoint.block_writer import sync
 from shardfn.checkpoint.manifest import NAME, Damaged, Manifest, read_manifest
-from shardfn.checkpoint.storages import NEW, LocalDirectory, Storage, has, is_dead
+from shardfn.checkpoint.storages import NEW, LocalDirectory, Storage, has, is_dead, storage_of
 from shardfn.notation import ShardError
 
 METADATA = ".metadata"  # for torch.distributed.checkpoint; never read here
@@ -45,6 +45,10 @@ class RenamedDirectory:
         _collect(self._target.parent)
         self.storage.path.mkdir()
 
+    def require_begun(self) -> None:
+        """The first rank has begun where this rank is to write."""
+        _require(self.storage.path.is_dir(), self.storage)
+
     def finish(self, manifest: Manifest, metadata: bytes) -> None:
         """Make it a checkpoint."""
         self.storage.put(METADATA, metadata)
@@ -65,9 +69,8 @@ class RenamedDirectory:
 class ReplacedManifest:
     """A save to where a checkpoint may be; the first rank calls its methods, or all if each has a place of its own."""
 
-    def __init__(self, storage: Storage, nonce: str, owner: str, of_each_rank: bool = False) -> None:
-        self.storage, self._nonce, self._owner, self.of_each_rank = storage, nonce, owner, of_each_rank
-        self._save: _Save | None = None
+    def __init__(self, storage: Storage, save: "_Save", of_each_rank: bool = False) -> None:
+        self.storage, self._save, self.of_each_rank = storage, save, of_each_rank
 
     def begin(self) -> None:
         """Say what is about to be replaced."""
@@ -79,41 +82,41 @@ class ReplacedManifest:
         for name in self.storage.names():
             if name.startswith(NEW) and is_dead(name.rpartition("-")[2]):
                 _remove(self.storage, name)
-        old = _nonce_in(self.storage)
-        marker = f"{_WRITING}{old}-{self._nonce}-{self._owner}"
-        with self.storage.create(marker):
+        with self.storage.create(self._save.marker):
             pass
-        self._save = _Save(old, self._nonce, self._owner, marker)
+
+    def require_begun(self) -> None:
+        """The first rank has begun where this rank is to write."""
+        _require(self.of_each_rank or has(self.storage, self._save.marker), self.storage)
 
     def finish(self, manifest: Manifest, metadata: bytes) -> None:
         """Make it the checkpoint."""
-        for name, file in manifest.files.items():
-            if name != METADATA and not self.of_each_rank and not has(self.storage, name, file.nbytes):
-                why = f"a rank has written '{name}' to another {self.storage} than the first rank sees"
-                raise ShardError(f"checkpoint.save: {why}; give a directory that all ranks see, or a LocalDirectory")
-        self.storage.put(f"{self._nonce}{METADATA}", metadata)
+        self.storage.put(f"{self._save.new}{METADATA}", metadata)
         self.storage.put(NAME, manifest.text().encode(errors="surrogatepass"), self._require_same)
         with suppress(OSError):  # it is the checkpoint by now; what is left goes with another save
-            assert self._save is not None
             _end_replacement(self.storage, self._save)
 
     def _require_same(self) -> None:
         """What is replaced is what was there; its files may be gone by now, or be another save's."""
-        save = self._save
-        if save is None or not has(self.storage, save.marker) or _nonce_in(self.storage) != save.old:
+        if not has(self.storage, self._save.marker) or nonce_in(self.storage) != self._save.old:
             raise ShardError(f"checkpoint.save: another save, or removal, has replaced {self.storage} meanwhile")
 
     def abandon(self, names: Sequence[str]) -> None:
         """Take away these files, unless they are the checkpoint by now; a listing may be late."""
-        if _nonce_in(self.storage) == self._nonce:
+        if nonce_in(self.storage) == self._save.new:
             return
-        begun = [] if self._save is None else [f"{self._nonce}{METADATA}", self._save.marker]
         with suppress(OSError):  # the marker says what the others are, as long as they are there
-            for name in (*names, *begun):
+            for name in (*names, f"{self._save.new}{METADATA}", self._save.marker):
                 _remove(self.storage, name)
 
 
 Commit = RenamedDirectory | ReplacedManifest
+
+
+def _require(begun: bool, storage: Storage) -> None:
+    if not begun:
+        why = f"this rank sees another {storage} than the first one, which has begun to save there"
+        raise ShardError(f"checkpoint.save: {why}; give a directory that all ranks see, or a LocalDirectory")
 
 
 def name_of_file(nonce: str, rank: int) -> str:
@@ -121,12 +124,12 @@ def name_of_file(nonce: str, rank: int) -> str:
     return f"{nonce}_{rank}.distcp"
 
 
-def commit_to(place: Path | Storage, nonce: str, replaces: bool, owner: str) -> Commit:
-    """How a checkpoint comes into being there."""
-    if isinstance(place, Path):
-        beside = ReplacedManifest(LocalDirectory(place), nonce, owner)
-        return beside if replaces else RenamedDirectory(place.absolute(), nonce, owner)
-    return ReplacedManifest(place, nonce, owner, isinstance(place, LocalDirectory))
+def commit_to(place: Path | Storage, nonce: str, old: str, owner: str) -> Commit:
+    """How a checkpoint comes into being there, where one with the nonce `old` is, or `nonce_in` says that none is."""
+    if isinstance(place, Path) and old == _NONE:
+        return RenamedDirectory(place.absolute(), nonce, owner)
+    save = _Save(old, nonce, owner, f"{_WRITING}{old}-{nonce}-{owner}")
+    return ReplacedManifest(storage_of(place), save, isinstance(place, LocalDirectory))
 
 
 def in_the_way(target: Path | Storage, overwrite: bool) -> str:
@@ -176,7 +179,8 @@ def _saves(storage: Storage) -> Iterator[_Save]:
             yield _Save(old, new, owner, name)
 
 
-def _nonce_in(storage: Storage) -> str:
+def nonce_in(storage: Storage) -> str:
+    """That of the checkpoint which is there, or a word that says that none is, or one that is damaged."""
     try:
         return read_manifest(storage).nonce if has(storage, NAME) else _NONE
     except Damaged:
@@ -207,7 +211,7 @@ def _end_replacement(storage: Storage, save: _Save) -> None:
     """
     names = [*storage.names()]
     others = {nonce for x in _saves(storage) if x.marker != save.marker for nonce in (x.old, x.new)}
-    if (nonce := _nonce_in(storage)) == _UNREADABLE:
+    if (nonce := nonce_in(storage)) == _UNREADABLE:
         return
     kept = (others - {save.old}) | {nonce}  # what was replaced may have ended, but for its file for torch
     for name in names:

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver, st
 from torch.futures import Future
 
 from shardfn._torch import read_checkpoint_metadata
-from shardfn.checkpoint.commits import METADATA, commit_to, in_the_way, name_of_file
+from shardfn.checkpoint.commits import METADATA, commit_to, in_the_way, name_of_file, nonce_in
 from shardfn.checkpoint.hashed_files import HashingSink, TensorPieces, VerifiedReader
 from shardfn.checkpoint.leaves import SavedLeaf
-from shardfn.checkpoint.manifest import from_json, is_checkpoint, read_manifest, require_each_once, to_json
+from shardfn.checkpoint.manifest import from_json, read_manifest, require_each_once, to_json
 from shardfn.checkpoint.saves import Written, manifest_of
 from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage, owner, storage_of
 from shardfn.layout import narrowed
@@ -86,19 +86,20 @@ class StorageWriter(_Anywhere, storage.StorageWriter):
         if problem := in_the_way(self._place, self._overwrite):
             raise ShardError(f"StorageWriter: {problem}")
         self._nonce = secrets.token_hex(8)
-        self._commit = commit_to(self._place, self._nonce, is_checkpoint(self._place), owner())
+        self._commit = commit_to(self._place, self._nonce, nonce_in(storage_of(self._place)), owner())
         self._commit.begin()
         files = [name_of_file(self._nonce, rank) for rank in range(len(plans))]
         self._undo = finalize(self, self._commit.abandon, files)  # torch does not say when a save has failed
-        return [replace(x, storage_data=(self._commit.storage, file)) for x, file in zip(plans, files, strict=True)]
+        return [replace(x, storage_data=(self._commit, file)) for x, file in zip(plans, files, strict=True)]
 
     def write_data(self, plan: planner_.SavePlan, planner: planner_.SavePlanner) -> Future[list[storage.WriteResult]]:
         """A file of this rank."""
-        place, name = plan.storage_data
+        commit, name = plan.storage_data
+        commit.require_begun()
         tensors = [item for item in plan.items if item.type != planner_.WriteItemType.BYTE_IO]
         written, places = None, []
         if tensors:
-            with place.create(name) as file:
+            with commit.storage.create(name) as file:
                 sink = HashingSink(file.write)
                 pieces = TensorPieces(sink)
                 for item in tensors:

@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardfn import _torch
 from shardfn._torch import pytree
 from shardfn.checkpoint.background import BACKGROUND, StagingSink
-from shardfn.checkpoint.commits import METADATA, Commit, RenamedDirectory, commit_to, in_the_way, name_of_file
+from shardfn.checkpoint.commits import METADATA, Commit, commit_to, in_the_way, name_of_file, nonce_in
 from shardfn.checkpoint.hashed_files import HashingSink, Piece, Sink, TensorPieces, hashed
 from shardfn.checkpoint.leaves import EACH, SavedLeaf, is_first, to_save
-from shardfn.checkpoint.manifest import HashedFile, Manifest, StoredLeaf, StoredPart, is_checkpoint, no_collection
-from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage, owner, with_space
+from shardfn.checkpoint.manifest import HashedFile, Manifest, StoredLeaf, StoredPart, no_collection
+from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage, owner, storage_of, with_space
 from shardfn.comm import agree_on, failing_together, gather_objects
 from shardfn.layout import Box
 from shardfn.notation import ShardError
@@ -107,18 +107,17 @@ def save_and(
         problem = in_the_way(place, overwrite) if is_first() or of_each else ""
         if of_each and problem:
             raise ShardError(f"checkpoint.save: {problem}")
-        facts_of_first = problem, is_first() and is_checkpoint(place), owner()
+        facts_of_first = problem, nonce_in(storage_of(place)) if is_first() else "", owner()
     if mesh is not None:
         instead = (
-            ". Of what differs save the first rank's, sf.checkpoint.OfFirst(x), or each one's, sf.checkpoint.PerRank(x)"
+            ". Of what differs, save the first one's as sf.checkpoint.OfFirst(x), or each as sf.checkpoint.PerRank(x)"
         )
         facts = [f"async_={async_}", *(fact for leaf in leaves for fact in leaf.facts)]
         agree_on(mesh, "checkpoint.save", facts, instead=instead)
-    problem, replaces, by = of_first(facts_of_first)
+    problem, old, by = of_first(facts_of_first)
     if problem:
         raise ShardError(f"checkpoint.save: {problem}")
-    commit = commit_to(place, nonce, replaces, by)
-    one = _Save(commit, leaves, told, nonce, then)
+    one = _Save(commit_to(place, nonce, old, by), leaves, told, nonce, then)
     over_mesh = partial(_exchanged, mesh)
     if not async_:
         one.go(over_mesh, one.begin, one.write, one.finish)
@@ -162,9 +161,8 @@ class _Save:
             for step in steps:
                 results = exchange(partial(self._step, step, results))
         except Exception:
-            if self._is_first or not isinstance(self._commit, RenamedDirectory):
-                ranks = range(self._ranks)
-                self._commit.abandon([name_of_file(self._nonce, x) for x in ranks] if self._is_first else [self._name])
+            if self._is_first or self._commit.of_each_rank:
+                self._commit.abandon([name_of_file(self._nonce, rank) for rank in range(self._ranks)])
             raise
 
     def _step(self, step: Callable[[list[Any]], Any], results: list[Any]) -> Any:
@@ -182,6 +180,7 @@ class _Save:
 
     def write(self, _: list[Any]) -> Written:
         """A file of what this rank has to write, if there is something."""
+        self._commit.require_begun()
         return self._written(self._write) if self._has_parts() else self._written(None)
 
     def stage(self, _: list[Any]) -> None:
@@ -196,6 +195,7 @@ class _Save:
 
     def write_staged(self, _: list[Any]) -> Written:
         """A file of what was copied."""
+        self._commit.require_begun()
         staged = self._staged
         write = None if staged is None else lambda: BACKGROUND.write(self._commit.storage, self._name, staged)
         return self._written(write)
