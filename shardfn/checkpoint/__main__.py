@@ -8,7 +8,8 @@ python -m shardfn.checkpoint convert step-1 weights.safetensors --only params
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -104,29 +105,33 @@ def _into_ours(source: Path, target: Path, to: str, only: list[str]) -> None:
             for name, value in values.items():
                 files.read(name, tuple((0, n) for n in value.shape), value)
     tree: dict[str, Any] = {}
-    for name in sorted(name for name, value in values.items() if isinstance(value, torch.Tensor | int | float)):
-        *path, last = _below(name, only).split(".")
+    known = [name for name, value in values.items() if isinstance(value, torch.Tensor | int | float)]
+    for name, short in _names(known, only).items():
+        *path, last = short.split(".")
         place = tree
         for key in path:
             place = place.setdefault(key, {})
             if not isinstance(place, dict):
                 raise ShardError(f"'{name}' is below a tensor of that name")
-        if last:
-            place[last] = values[name]
+        place[last] = values[name]
     save(target, tree, notes=None if only else notes)
 
 
-def _below(name: str, only: list[str]) -> str:
-    """What a name is below one of some others; nothing if it is below none."""
-    return next((name[len(top) + 1 :] for top in only if is_in(name, top)), "") if only else name
+def _names(known: Iterable[str], only: list[str]) -> dict[str, str]:
+    """What is below some names, or all there is, with what it is called there."""
+    known = sorted(known)
+    names = {name: name[len(top) + 1 :] for top in only for name in known if is_in(name, top)}
+    if unmet := [top for top in only if not any(is_in(name, top) for name in known)]:
+        raise ShardError(f"nothing is below {unmet}; there are {sorted({*map(top_of, known)})}")
+    if twice := [short for short, count in Counter(names.values()).items() if count > 1]:
+        raise ShardError(f"of {only}, several have '{twice[0]}'")
+    return names if only else dict(zip(known, known, strict=True))
 
 
 def _into_safetensors(source: Path, manifest: Manifest, target: Path, only: list[str]) -> None:
-    names = {name: keys_of(short) for name in manifest.leaves if (short := _below(name, only))}
-    if unmet := [top for top in only if not any(is_in(name, top) for name in names)]:
-        raise ShardError(f"nothing in '{source}' is below {unmet}; there are {sorted({*map(top_of, manifest.leaves)})}")
+    names = {name: keys_of(short) for name, short in _names(manifest.leaves, only).items()}
     if len({*names.values()}) < len(names):
-        raise ShardError("two leaves would have one name, which differ by dots in their keys only; write --only")
+        raise ShardError("two leaves would have one name, since they differ by dots in their keys only; write --only")
     leaves = {name: manifest.leaves[name] for name in names}
     plan = tensor_files.plan_file(target.name, {names[x]: (leaf.shape, leaf.dtype) for x, leaf in leaves.items()})
     writer = tensor_files.TensorWriter(target.parent, tensor_files.FilesPlan((plan,), alone=True))

@@ -50,16 +50,20 @@ class Saving:
     def __init__(self, path: AnyPlace, work: Callable[[], None]) -> None:
         self.path = path
         self._work = work
-        self._problem: Exception | None = None
+        self._problem: Exception | None = ShardError("it has not come to its end in this process")
         self._told = False
         self._thread = Thread(target=self._run, daemon=True)
-        self._thread.start()
+        if _is_running():
+            self._thread.start()
+        else:  # no thread can begin any more, and nobody would wait for it
+            self._run()
 
     def _run(self) -> None:
         try:
             self._work()
-        except Exception as error:
-            self._problem = error
+            self._problem = None
+        except BaseException as error:  # a thread that ends so would say nothing
+            self._problem = error if isinstance(error, Exception) else ShardError(f"checkpoint.save: {error!r}")
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -71,16 +75,16 @@ class Saving:
         Raises:
             Exception: what `save` raises, on every rank.
         """
-        self._thread.join()
-        self._told = True
-        if self._problem is not None:
-            raise self._problem
+        problem, self._told = self.untold, True
+        if problem is not None:
+            raise problem
         return self.path
 
     @property
     def untold(self) -> Exception | None:
         """What went wrong, once it has ended and unless `wait` has said so."""
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         return None if self._told else self._problem
 
 
@@ -98,16 +102,18 @@ class SharedMemory:
     def fit(self, nbytes: int) -> Tensor:
         """At least so many bytes of it; what was there is lost if it grows."""
         if self.bytes.numel() < nbytes:
-            self._pin(False)
+            self._pin(self.bytes, False)
+            self.bytes = self.bytes[:0]
             os.ftruncate(self.descriptor, nbytes)
-            self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=torch.uint8)
-            self._pin(True)
+            larger = torch.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=torch.uint8)
+            self._pin(larger, True)
+            self.bytes = larger
         return self.bytes
 
-    def _pin(self, pinned: bool) -> None:
-        if torch.cuda.is_available() and self.bytes.numel():
+    def _pin(self, memory: Tensor, pinned: bool) -> None:
+        if torch.cuda.is_available() and memory.numel():
             cuda: Any = torch.cuda.cudart()
-            at, size = self.bytes.data_ptr(), self.bytes.numel()
+            at, size = memory.data_ptr(), memory.numel()
             torch.cuda.check_error(cuda.cudaHostRegister(at, size, 1) if pinned else cuda.cudaHostUnregister(at))
 
 
@@ -116,6 +122,7 @@ class StagingSink:
 
     def __init__(self, memory: Tensor) -> None:
         self._memory, self._bytes, self.size = memory, memory.numpy().data, 0
+        self._devices = set[torch.device]()
 
     def write(self, data: bytes | memoryview) -> None:
         """Bytes that are in memory."""
@@ -125,13 +132,14 @@ class StagingSink:
     def write_numbers(self, x: Tensor) -> None:
         """Those of a tensor; one of a GPU is there after `staged`."""
         numbers = _torch.bytes_of(x)
+        self._devices.add(x.device)
         self._memory[self.size : self.size + len(numbers)].copy_(numbers, non_blocking=True)
         self.size += len(numbers)
 
     def staged(self) -> Tensor:
         """All that was written."""
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        for device in self._devices - {torch.device("cpu")}:
+            torch.cuda.current_stream(device).synchronize()
         return self._memory[: self.size]
 
 
@@ -172,10 +180,14 @@ class Background:
         with self._lock:
             yield
 
-    def meet(self, name: str) -> None:
-        """Have a process group for the exchange; all ranks call it, with one name."""
+    def has_lost(self) -> bool:
+        """Whether an exchange went wrong, after which gloo serves no other one."""
+        return self._exchange[0] is None
+
+    def meet(self, name: str, anew: bool) -> None:
+        """Have a process group for the exchange; all ranks call it, with one name, and say alike if it must be new."""
         world = dist.group.WORLD if dist.is_initialized() else None
-        if self._exchange[0] is not world or self._exchange[1] is None:
+        if self._exchange[0] is not world or self._exchange[1] is None or anew:
             self._exchange = world, None if world is None else _torch.apart_from(world, name)
 
     def begin(self, path: AnyPlace, work: Callable[[], None]) -> Saving:
@@ -191,8 +203,10 @@ class Background:
         Raises:
             Exception: what went wrong with it, if nobody has heard of it.
         """
-        saving, self._latest = self._latest, None
-        if saving is not None and (problem := saving.untold) is not None:
+        saving = self._latest
+        problem = None if saving is None else saving.untold
+        self._latest = None if self._latest is saving else self._latest
+        if saving is not None and problem is not None:
             raise ShardError(f"the save of '{saving.path}' in the background failed: {problem}") from problem
 
     def exchanged(self, work: Callable[[], Any]) -> list[Any]:
@@ -200,8 +214,8 @@ class Background:
         group, problem, result = self._exchange[1], None, None
         try:
             result = work()
-        except Exception as error:
-            problem = error
+        except BaseException as error:  # the others wait for it
+            problem = error if isinstance(error, Exception) else ShardError(f"checkpoint.save: {error!r}")
         outcome = outcome_of(problem, 0 if group is None else group.rank())
         if group is None:
             everyone = [pickle.dumps((outcome, result))]
@@ -209,6 +223,7 @@ class Background:
             try:
                 everyone = _torch.gather_bytes(group, pickle.dumps((outcome, result)), problem is not None)
             except RuntimeError as error:
+                self._exchange = None, None
                 raise ShardError(f"checkpoint.save: another rank has ended, or does not answer: {error}") from error
         gathered = [pickle.loads(data) for data in everyone]
         raise_failure("checkpoint.save", problem, [outcome for outcome, _ in gathered])

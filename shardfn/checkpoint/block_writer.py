@@ -38,9 +38,10 @@ class DiskFile:
             write_at(self._descriptor, memoryview(data), self._at)
         self._at += len(data)
         if self._at - self._begun >= BLOCK and not (self._flusher and self._flusher.is_alive()):
-            self._begun = self._at
-            self._flusher = Thread(target=self._flush, daemon=True)
-            self._flusher.start()
+            self._begun, flusher = self._at, Thread(target=self._flush, daemon=True)
+            with suppress(RuntimeError):  # at the end of a process none can begin
+                flusher.start()
+                self._flusher = flusher
 
     def _flush(self) -> None:
         try:
@@ -135,16 +136,20 @@ def _serve(descriptor: int) -> None:
         Path("/proc/self/autogroup").write_text("19")
     for line in sys.stdin:
         request = json.loads(line)
-        try:
-            with mmap.mmap(descriptor, request["size"], access=mmap.ACCESS_READ) as memory, memoryview(memory) as view:
-                with DiskFile(request["path"]) as file:
-                    hasher = BlockHasher(file.write)
-                    hasher.write(view[: request["size"]])
-                    hasher.finish()
-            answer: dict[str, Any] = {"size": hasher.size, "sha256": hasher.hashes}
-        except OSError as error:
-            answer = {"error": [error.errno, error.strerror, error.filename]}
+        with mmap.mmap(descriptor, request["size"], access=mmap.ACCESS_READ) as memory, memoryview(memory) as view:
+            answer = _written(request["path"], view)
         print(json.dumps(answer), flush=True)
+
+
+def _written(path: str, data: memoryview) -> dict[str, Any]:
+    try:
+        with DiskFile(path) as file:
+            hasher = BlockHasher(file.write)
+            hasher.write(data)
+            hasher.finish()
+    except OSError as error:
+        return {"error": [error.errno, error.strerror, error.filename]}
+    return {"size": hasher.size, "sha256": hasher.hashes}
 
 
 if __name__ == "__main__":

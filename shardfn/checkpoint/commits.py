@@ -103,11 +103,10 @@ class ReplacedManifest:
 
     def abandon(self, names: Sequence[str]) -> None:
         """Take away these files, unless they are the checkpoint by now; a listing may be late."""
-        if nonce_in(self.storage) == self._save.new:
-            return
-        with suppress(OSError):  # the marker says what the others are, as long as they are there
-            for name in (*names, f"{self._save.new}{METADATA}", self._save.marker):
-                _remove(self.storage, name)
+        with suppress(OSError, ShardError):  # the marker says what the others are, as long as they are there
+            if nonce_in(self.storage) != self._save.new:
+                for name in (*names, f"{self._save.new}{METADATA}", self._save.marker):
+                    _remove(self.storage, name)
 
 
 Commit = RenamedDirectory | ReplacedManifest
@@ -127,7 +126,7 @@ def name_of_file(nonce: str, rank: int) -> str:
 def commit_to(place: Path | Storage, nonce: str, old: str, owner: str) -> Commit:
     """How a checkpoint comes into being there, where one with the nonce `old` is, or `nonce_in` says that none is."""
     if isinstance(place, Path) and old == _NONE:
-        return RenamedDirectory(place.absolute(), nonce, owner)
+        return RenamedDirectory(place, nonce, owner)
     save = _Save(old, nonce, owner, f"{_WRITING}{old}-{nonce}-{owner}")
     return ReplacedManifest(storage_of(place), save, isinstance(place, LocalDirectory))
 

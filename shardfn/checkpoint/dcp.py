@@ -74,12 +74,12 @@ class StorageWriter(_Anywhere, storage.StorageWriter):
     """
 
     def __init__(self, path: str | os.PathLike[str] | Storage, *, overwrite: bool = False) -> None:
-        self._place, self._overwrite = path if isinstance(path, Storage) else Path(path), overwrite
+        self._place, self._overwrite = path if isinstance(path, Storage) else Path(path).absolute(), overwrite
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A path given to `dcp.save` counts."""
         if checkpoint_id is not None:
-            self._place = Path(checkpoint_id)
+            self._place = Path(checkpoint_id).absolute()
 
     def prepare_global_plan(self, plans: list[planner_.SavePlan]) -> list[planner_.SavePlan]:
         """The first rank makes a place for files."""

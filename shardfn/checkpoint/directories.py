@@ -71,8 +71,8 @@ def load(
     mesh, storage = mesh_of(like, mesh), storage_of(path)
     settle(mesh)
     with together(mesh, "checkpoint.load"):
-        found = path if is_checkpoint(path) else None
-    require_one_path(mesh, "checkpoint.load", found)
+        there = path if is_checkpoint(path) else None
+    require_one_path(mesh, "checkpoint.load", there)
     with together(mesh, "checkpoint.load"):
         manifest = read_manifest(storage)
         wanted = wanted_by(like)
@@ -191,10 +191,10 @@ def _rounds(stored: StoredLeaf, dtype: torch.dtype) -> bool:
 
 def prune(directory: str | os.PathLike[str], last: int, keep: int | None, every: int | None = None) -> None:
     """Of the checkpoints `step-N` up to step `last`, take away all but the newest `keep` and multiples of `every`."""
-    older = [path for path in steps(directory) if step_of(path) <= last]
-    for path in older[keep:] if keep is not None else ():
-        if every is None or step_of(path) % every:
-            try:
+    try:
+        older = [path for path in steps(directory) if step_of(path) <= last]
+        for path in older[keep:] if keep is not None else ():
+            if every is None or step_of(path) % every:
                 remove(path)
-            except OSError as error:
-                warnings.warn(f"checkpoint: '{path}' stays, which cannot be taken away: {error}", stacklevel=2)
+    except OSError as error:
+        warnings.warn(f"checkpoint: an old one stays, which cannot be taken away: {error}", stacklevel=2)

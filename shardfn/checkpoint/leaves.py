@@ -9,6 +9,7 @@ says, so that whole leaves are spread over the ranks.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -296,9 +297,16 @@ def fill(
 def _box_of(name: str, x: DTensor) -> tuple[Box, tuple[int, ...]]:
     """What this rank has of a DTensor, and the dims of its mesh that split it."""
     sharding.require_reduced("checkpoint", name, x)
+    if x.device_mesh.get_coordinate() is None:
+        raise ShardError(f"checkpoint: '{name}' is on a mesh without this rank; leave it out here")
     (chunk,) = x.__create_chunk_list__()
-    box = tuple(zip(chunk.offsets, chunk.sizes, strict=True))
-    return box, tuple(dim for dim, placement in enumerate(x.placements) if not isinstance(placement, Replicate))
+    split: list[tuple[int, Any]] = [(at, x.placements[at]) for at in range(x.device_mesh.ndim)]
+    split = [(at, placement) for at, placement in split if not isinstance(placement, Replicate)]
+    for at, placement in split:  # one that is split in strides has a box only if that undoes what axes after it split
+        after = prod(x.device_mesh.size(other) for other, y in split if other > at and y.dim == placement.dim)
+        if getattr(placement, "split_factor", after) != after or tuple(chunk.sizes) != tuple(unwrap_local(x).shape):
+            raise ShardError(f"checkpoint: '{name}' is {x.placements}, of which no rank has a box; redistribute it")
+    return tuple(zip(chunk.offsets, chunk.sizes, strict=True)), tuple(at for at, _ in split)
 
 
 def _require_plain(name: str, x: Tensor) -> None:

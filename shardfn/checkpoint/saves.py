@@ -28,7 +28,7 @@ from shardfn.checkpoint.hashed_files import HashingSink, Piece, Sink, TensorPiec
 from shardfn.checkpoint.leaves import EACH, SavedLeaf, is_first, to_save
 from shardfn.checkpoint.manifest import HashedFile, Manifest, StoredLeaf, StoredPart, no_collection
 from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage, owner, storage_of, with_space
-from shardfn.comm import agree_on, failing_together, gather_objects
+from shardfn.comm import agree_on, exchange_numbers, failing_together, gather_objects
 from shardfn.layout import Box
 from shardfn.notation import ShardError
 from shardfn.params import Params, is_tree
@@ -107,6 +107,7 @@ def save_and(
         problem = in_the_way(place, overwrite) if is_first() or of_each else ""
         if of_each and problem:
             raise ShardError(f"checkpoint.save: {problem}")
+        where = place if isinstance(place, Storage) else place.absolute()
         facts_of_first = problem, nonce_in(storage_of(place)) if is_first() else "", owner()
     if mesh is not None:
         instead = (
@@ -117,12 +118,13 @@ def save_and(
     problem, old, by = of_first(facts_of_first)
     if problem:
         raise ShardError(f"checkpoint.save: {problem}")
-    one = _Save(commit_to(place, nonce, old, by), leaves, told, nonce, then)
+    one = _Save(commit_to(where, nonce, old, by), leaves, told, nonce, then)
     over_mesh = partial(_exchanged, mesh)
     if not async_:
         one.go(over_mesh, one.begin, one.write, one.finish)
         return place
-    one.go(over_mesh, one.begin, one.stage)
+    anew = mesh is not None and any(lost for (lost,) in exchange_numbers(mesh, [BACKGROUND.has_lost()]))
+    one.go(over_mesh, one.begin, partial(one.stage, anew))
     return BACKGROUND.begin(place, partial(one.go, BACKGROUND.exchanged, one.write_staged, one.finish))
 
 
@@ -160,8 +162,11 @@ class _Save:
         try:
             for step in steps:
                 results = exchange(partial(self._step, step, results))
-        except Exception:
-            if self._is_first or self._commit.of_each_rank:
+        except Exception as error:
+            told = not any(
+                isinstance(x, RuntimeError) for x in (error, error.__cause__)
+            )  # by a rank, not by a network:
+            if told and (self._is_first or self._commit.of_each_rank):  # then others may still write
                 self._commit.abandon([name_of_file(self._nonce, rank) for rank in range(self._ranks)])
             raise
 
@@ -181,11 +186,11 @@ class _Save:
     def write(self, _: list[Any]) -> Written:
         """A file of what this rank has to write, if there is something."""
         self._commit.require_begun()
-        return self._written(self._write) if self._has_parts() else self._written(None)
+        return self._written(self._write if any(leaf.parts for leaf in self._leaves) else None)
 
-    def stage(self, _: list[Any]) -> None:
-        """Copy what this rank has to write to host memory."""
-        BACKGROUND.meet(self._nonce)
+    def stage(self, anew: bool, _: list[Any]) -> None:
+        """Copy what this rank has to write to host memory; exchanges to come need a new process group, or the last."""
+        BACKGROUND.meet(self._nonce, anew)
         sizes = [x.nbytes + _FRAME for leaf in self._leaves for _, x in leaf.parts]
         if sizes:
             sink = StagingSink(BACKGROUND.memory.fit(sum(sizes)))
@@ -199,9 +204,6 @@ class _Save:
         staged = self._staged
         write = None if staged is None else lambda: BACKGROUND.write(self._commit.storage, self._name, staged)
         return self._written(write)
-
-    def _has_parts(self) -> bool:
-        return any(leaf.parts for leaf in self._leaves)
 
     def _put(self, sink: Sink) -> None:
         pieces = TensorPieces(sink)
@@ -256,7 +258,7 @@ def settle(mesh: DeviceMesh | None) -> None:
     Raises:
         ShardError: it has failed, and nobody has heard of it. On every rank.
     """
-    with together(mesh, "checkpoint"):
+    with BACKGROUND.alone(), together(mesh, "checkpoint"):
         BACKGROUND.settle()
 
 

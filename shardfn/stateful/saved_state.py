@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.checkpoint import Damaged, OfFirst, PerRank, directories, is_checkpoint, saves
-from shardfn.comm import exchange_numbers, failing_together, random_states, set_random_states
+from shardfn.comm import agree_on, exchange_numbers, failing_together, random_states, set_random_states
 from shardfn.layout import device_of
 from shardfn.notation import ShardError
 from shardfn.params import Params
@@ -61,16 +61,19 @@ def save(
         if newest is not None and directories.step_of(newest) > trainer.steps:
             warnings.warn(f"Trainer.save: '{newest}' is of a later step, and is what resume= takes", stacklevel=3)
         saved = {name: to_save(x, name, trainer.params) for name, x in _with_scaler(trainer, others).items()}
-    rows = exchange_numbers(trainer.mesh, [0, *(digest_of(*x) for x in saved.values())])
-    for name, *digests in zip(saved, *(row[1:] for row in rows), strict=False):
-        if len(set(digests)) > 1 and not saved[name][1]["trees"]:
+        digests = [digest_of(*x) for x in saved.values()]
+        random_states = [PerRank(x) for x in _random_states(device_of(trainer.mesh.device_type))]
+        path = Path(directory) / directories.STEP.format(trainer.steps)
+        tidy = partial(directories.prune, path.parent.absolute(), trainer.steps, keep, every)
+    agree_on(trainer.mesh, "Trainer.save", [f"the states {[*saved]}"])
+    rows = exchange_numbers(trainer.mesh, [0, *digests])
+    for name, *of_ranks in zip(saved, *(row[1:] for row in rows), strict=True):
+        if len(set(of_ranks)) > 1 and not saved[name][1]["trees"]:
             saved[name] = of_each_rank(*saved[name])
-    path = Path(directory) / directories.STEP.format(trainer.steps)
     state = _state(trainer) | {OTHERS: {name: tensors for name, (tensors, _) in saved.items()}}
     state["buffers"] = {name: OfFirst(x) for name, x in trainer.module.named_buffers()}
-    state["random"] = [PerRank(x) for x in _random_states(device_of(trainer.mesh.device_type))]
+    state["random"] = random_states
     told = {name: notes for name, (_, notes) in saved.items()}
-    tidy = partial(directories.prune, path.parent.absolute(), trainer.steps, keep, every)
     return saves.save_and(tidy, path, state, trainer.mesh, told, async_, overwrite=True)
 
 
@@ -91,7 +94,10 @@ def load(trainer: Saved, found: Sequence[Path], others: Mapping[str, Any]) -> tu
     for path in found[:-1]:
         try:
             return path, _load(trainer, path, others)
-        except Damaged as error:
+        except Exception as error:
+            damaged = exchange_numbers(trainer.mesh, [isinstance(error, Damaged)])
+            if not all(is_damaged for (is_damaged,) in damaged):
+                raise
             warnings.warn(f"Trainer.load: {error}. Going on with the checkpoint before it", stacklevel=3)
     return found[-1], _load(trainer, found[-1], others)
 
@@ -115,7 +121,8 @@ def _load(trainer: Saved, path: Path, others: Mapping[str, Any]) -> dict[str, An
         warnings.warn(f"Trainer.load: '{path}' also has {left}, which nobody asked for: {asked}", stacklevel=4)
     wanted, device = _state(trainer) | {OTHERS: like}, device_of(trainer.mesh.device_type)
     if (each := ranks["random.0"]) == trainer.mesh.size():
-        wanted["random"] = [PerRank(x) for x in _random_states(device)]
+        with failing_together(trainer.mesh, "Trainer.load"):
+            wanted["random"] = [PerRank(x) for x in _random_states(device)]
     elif each:
         why = f"'{path}' has random states of {each} ranks, and {trainer.mesh.size()} are here, which keep their own"
         warnings.warn(f"Trainer.load: {why}", stacklevel=4)
