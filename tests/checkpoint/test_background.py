@@ -1,6 +1,7 @@
 """Saves that go on in the background: what they have, and that their failures are heard of."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from drawing import untyped
 from ranks import folder
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +23,8 @@ import shardfn as sf
 from shardfn.checkpoint import background, block_writer
 from shardfn.checkpoint.hashed_files import HashingSink
 from shardfn.testing import on_meshes, run, run_raises
+
+STORAGE_METHODS = ("create", "put", "read", "size", "names", "remove")
 
 
 @pytest.fixture(autouse=True)
@@ -295,3 +299,108 @@ def test_a_process_that_ends_has_saved(tmp_path: Path, how: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     assert (done.returncode, done.stderr) == (0, "")
     sf.checkpoint.verify(tmp_path / "step-1")
+
+
+def test_a_load_waits_and_so_does_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two threads, while a save is slow: the memory is not written to by the second one."""
+    goes_on, wrote = threading.Event(), background.Background.write
+
+    def slowly(self: Any, *args: Any) -> Any:
+        goes_on.wait(20)
+        return wrote(self, *args)
+
+    monkeypatch.setattr(background.Background, "write", slowly)
+    there = sf.checkpoint.save(tmp_path / "step-0", {"x": torch.zeros(1000)})
+    first = sf.checkpoint.save(tmp_path / "step-1", {"x": torch.ones(1000)}, async_=True)
+    second = list[Any]()
+    load = threading.Thread(target=sf.checkpoint.load, args=(there, {"x": torch.zeros(1000)}))
+    save = threading.Thread(
+        target=lambda: second.append(
+            sf.checkpoint.save(tmp_path / "step-2", {"x": torch.full((1000,), 2.0)}, async_=True)
+        )
+    )
+    for thread in (load, save):
+        thread.start()
+        time.sleep(0.1)
+    assert load.is_alive() and save.is_alive() and not first.done()
+    goes_on.set()
+    for thread in (load, save):
+        thread.join()
+    for number, saving in enumerate((first, second[0]), 1):
+        read = sf.checkpoint.load(saving.wait(), {"x": torch.empty(1000)})["x"]
+        assert read.min() == read.max() == number
+
+
+def test_whatever_ends_a_save_is_a_failure(tmp_path: Path) -> None:
+    """Also what would end a thread without a word."""
+
+    class Ends(sf.checkpoint.LocalDirectory):
+        def create(self, name: str) -> Any:
+            if name.endswith(".distcp"):
+                raise SystemExit(3)
+            return super().create(name)
+
+    local = Ends(tmp_path / "step-1")
+    local.path.mkdir()
+    store = untyped(type("Store", (), {name: getattr(local, name) for name in STORAGE_METHODS})())
+    saving = sf.checkpoint.save(store, {"x": torch.ones(3)}, async_=True)
+    with pytest.raises(sf.ShardError, match=r"SystemExit\(3\)"):
+        saving.wait()
+
+
+def test_a_child_does_not_know_how_a_save_of_its_parent_ends(tmp_path: Path) -> None:
+    sf.checkpoint.save(tmp_path / "step-0", {"x": torch.ones(3)}, async_=True).wait()
+    writer = background.BACKGROUND._writer
+    writer.send_signal(signal.SIGSTOP)
+    saving = sf.checkpoint.save(tmp_path / "step-1", {"x": torch.ones(3)}, async_=True)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of os.fork beside a thread
+        pid = os.fork()
+    if pid == 0:
+        try:
+            saving.wait()
+        except sf.ShardError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    writer.send_signal(signal.SIGCONT)
+    sf.checkpoint.verify(saving.wait())
+
+
+def test_a_full_disk_of_the_writer_says_so(tmp_path: Path) -> None:
+    """And it serves the next save."""
+    sf.checkpoint.save(tmp_path / "step-0", {"x": torch.ones(3)}, async_=True).wait()
+    writer = background.BACKGROUND._writer
+    limits = resource.prlimit(writer.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    with pytest.raises(OSError, match=r"File too large.*distcp"):
+        sf.checkpoint.save(tmp_path / "step-1", {"x": torch.ones(1_000_000)}, async_=True).wait()
+    resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, limits)
+    sf.checkpoint.verify(sf.checkpoint.save(tmp_path / "step-1", {"x": torch.ones(1_000_000)}, async_=True).wait())
+    assert background.BACKGROUND._writer is writer
+
+
+def _exchange_breaks(path: str) -> None:
+    """The group of saves in the background is lost on one rank; that of the training is not."""
+    params = sf.shard(nn.Linear(30, 30), sf.make_mesh("cpu", fsdp=2), sf.Policy(), src=0)
+    sf.checkpoint.save(f"{path}/step-0", {"p": params}, async_=True).wait()
+    gathers = vars(background)["_torch"].gather_bytes
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("timeout")
+
+    vars(background)["_torch"].gather_bytes = fail
+    try:
+        with pytest.raises(sf.ShardError, match="another rank has ended, or does not answer: timeout"):
+            sf.checkpoint.save(f"{path}/step-1", {"p": params}, async_=True).wait()
+    finally:
+        vars(background)["_torch"].gather_bytes = gathers
+    if dist.get_rank() == 0:
+        background.BACKGROUND._exchange = dist.group.WORLD, background.BACKGROUND._exchange[1]  # it has not noticed
+    for step in (2, 3):
+        sf.checkpoint.verify(sf.checkpoint.save(f"{path}/step-{step}", {"p": params}, async_=True).wait())
+    dist.barrier()
+
+
+def test_an_exchange_that_broke_is_begun_anew(tmp_path: Path) -> None:
+    run(_exchange_breaks, str(tmp_path), ranks=2, timeout=60)

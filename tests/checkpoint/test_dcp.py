@@ -154,6 +154,14 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flat = sf.checkpoint.save(tmp_path / "flat", {"a": {"0.weight": torch.ones(2)}, "b": {"x~y": torch.zeros(1)}})
     assert main(["convert", str(flat), str(both), "--only", "a", "--only", "b"]) == 0
     assert sorted(load_file(both)) == ["0.weight", "x~y"]
+    twice = sf.checkpoint.save(tmp_path / "twice", {"a": {"w": torch.ones(2)}, "b": {"w": torch.zeros(1)}})
+    for source in (str(twice), str(tmp_path / "twice.dcp")):
+        assert main(["convert", source, str(tmp_path / "one"), "--only", "a", "--only", "b"]) == 1
+        if source == str(twice):
+            assert main(["convert", source, str(tmp_path / "twice.dcp"), "--to", "dcp"]) == 0
+    assert "several have 'w'" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "twice.dcp"), str(tmp_path / "one"), "--only", "c"]) == 1
+    assert "nothing is below ['c']; there are ['a', 'b']" in capsys.readouterr().err
     same = sf.checkpoint.save(tmp_path / "same", {"a.b": torch.ones(2), "a": {"b": torch.zeros(1)}})
     assert main(["convert", str(same), str(tmp_path / "same.safetensors")]) == 1
     assert "two leaves would have one name" in capsys.readouterr().err

@@ -392,10 +392,19 @@ def test_dtensors_of_classes(mesh: DeviceMesh, size: int) -> None:
             read = sf.checkpoint.load(path, model.state_dict(), mesh)
             assert all(read[name].full_tensor().equal(x) for name, x in whole.items())
             assert sf.checkpoint.load(path, whole, mesh)["bias"].equal(whole["bias"])
+        sf.checkpoint.save(at / "flat", {"x": torch.arange(16.0)}, mesh)
+
+        def load_strides(like: Tensor) -> None:
+            sf.checkpoint.load(at / "flat", {"x": like}, mesh)
+
         part = distribute_tensor(whole["weight"], mesh["tp"], [Shard(0)])
         assert (
             sf.checkpoint.load(path, {"weight": part, "bias": ...}, mesh)["weight"].full_tensor().equal(whole["weight"])
         )
+        strides = distribute_tensor(torch.arange(16.0).view(4, 4), mesh["tp"], [Shard(1)]).view(16)
+        for action in (lambda: sf.checkpoint.save(at / "step-9", {"x": strides}, mesh), lambda: load_strides(strides)):
+            with pytest.raises(sf.ShardError, match=r"'x' is .* of which no rank has a box; redistribute it"):
+                action()
         with pytest.raises(sf.ShardError, match=r"ranks differ: rank 0 has 'x' .* of 2 ranks from rank 0"):
             sf.checkpoint.save(at / "step-9", {"x": part}, mesh)
 

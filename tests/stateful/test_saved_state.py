@@ -228,3 +228,13 @@ def test_other_generators_of_numpy_are_an_error(tmp_path: Path) -> None:
     finally:
         numbers.set_bit_generator(own)
     trainer.save(tmp_path / "run")
+
+
+def _saves_something_else_on_a_rank(path: str) -> None:
+    more = {"log": Loader(alike=True)} if dist.get_rank() == 0 else {}
+    _trainer(2).save(path, **untyped(more))
+
+
+def test_ranks_that_save_other_states_are_an_error(tmp_path: Path) -> None:
+    match = r"ranks differ: rank 0 has the states \['log'\]; rank 1 has the states \[\]"
+    run_raises(sf.ShardError, _saves_something_else_on_a_rank, str(tmp_path), match=match, ranks=2)
