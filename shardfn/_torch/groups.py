@@ -107,17 +107,17 @@ def apart_from(world: dist.ProcessGroup, name: str) -> Any:
     return gloo(under(name, default_store()), world.rank(), world.size(), timeout)
 
 
-def gather_bytes(group: Any, data: bytes, for_all: bool) -> list[bytes]:
-    """Bytes of all ranks of a group that `apart_from` made: for the first one, or for all if one of them wants that."""
-    size = group.size()
-    numbers = [torch.zeros(2, dtype=torch.int64) for _ in range(size)]
-    group.allgather([numbers], [torch.tensor([len(data), for_all])]).wait()
-    sizes, wishes = zip(*(x.tolist() for x in numbers), strict=True)
-    own = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+def gather_bytes(group: Any, data: bytes, for_all: bool = False, device: str = "cpu") -> list[bytes]:
+    """Bytes of all ranks of a group: for the first one, or for all if one of them wants that."""
+    size, numbers = group.size(), torch.tensor([len(data), for_all], device=device)
+    rows = torch.empty(2 * size, dtype=torch.int64, device=device)
+    group._allgather_base(rows, numbers).wait()
+    sizes, wishes = rows.cpu().view(size, 2).T.tolist()
+    own = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8).to(device)
     here = any(wishes) or group.rank() == 0
-    everyone = [torch.empty(max(sizes), dtype=torch.uint8) for _ in range(size if here else 0)]
+    everyone = [torch.empty_like(own) for _ in range(size if here else 0)]
     if any(wishes):
         group.allgather([everyone], [own]).wait()
     else:
         group.gather([everyone] if here else [], [own]).wait()  # to the first rank
-    return [x.numpy().tobytes()[:n] for x, n in zip(everyone, sizes, strict=False)]
+    return [x.cpu().numpy().tobytes()[:n] for x, n in zip(everyone, sizes, strict=False)]

@@ -6,7 +6,7 @@ load    the manifest  ->  compared with what is wanted  ->  each rank reads its 
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import groupby
@@ -20,11 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn._torch import pytree
 from shardfn.checkpoint.commits import remove
 from shardfn.checkpoint.hashed_files import VerifiedReader
-from shardfn.checkpoint.leaves import is_leaf, name_of, of_each_rank, of_rank, restored, top_of, values_of, wanted_by
+from shardfn.checkpoint.leaves import Wanted, is_leaf, name_of, of_rank, restored, top_of, wanted_by
 from shardfn.checkpoint.manifest import Manifest, StoredLeaf, is_checkpoint, read_manifest
 from shardfn.checkpoint.saves import mesh_of, require_one_path, settle, together
 from shardfn.checkpoint.storages import AnyPlace, storage_of
-from shardfn.checkpoint.tensor_files import Described
 from shardfn.comm import agree_on
 from shardfn.layout import is_in
 from shardfn.notation import did_you_mean, raise_problems
@@ -76,10 +75,9 @@ def load(
     with together(mesh, "checkpoint.load"):
         manifest = read_manifest(storage)
         wanted = wanted_by(like)
-        skipped, each = [name for name, value in values_of(like).items() if value is ...], of_each_rank(like)
-        _require_same(str(path), manifest, wanted, (missing, unexpected, cast), whole, skipped, each)
-    own = {of_rank(name) for name in each}
-    facts = [f"'{name}' {shape} {dtype}" for name, (shape, dtype) in wanted.items() if name not in own]
+        _require_same(str(path), manifest, wanted, (missing, unexpected, cast), whole)
+    own = {of_rank(name) for name in wanted.each}
+    facts = [f"'{name}' {shape} {dtype}" for name, (shape, dtype) in wanted.leaves.items() if name not in own]
     if mesh is not None:
         agree_on(mesh, "checkpoint.load", [f"the checkpoint of save {manifest.nonce}", *facts])
     with together(mesh, "checkpoint.load"), closing(VerifiedReader(storage, manifest)) as reader:
@@ -132,40 +130,31 @@ def step_of(path: Path) -> int:
 
 
 def _require_same(
-    path: str,
-    manifest: Manifest,
-    wanted: Mapping[str, Described],
-    how: tuple[str, str, bool],
-    whole: Sequence[str],
-    skipped: Sequence[str],
-    each: Set[str],
+    path: str, manifest: Manifest, wanted: Wanted, how: tuple[str, str, bool], whole: Sequence[str]
 ) -> None:
-    """What is wanted is there with its shape and dtype, and nothing else is, as far as that is asked for.
-
-    `each`: the names of what each rank has one of.
-    """
+    """What is wanted is there with its shape and dtype, and nothing else is, as far as that is asked for."""
     missing, unexpected, cast = how
     lacking, others, problems = list[str](), list[str](), list[str]()
-    for name, (shape, dtype) in wanted.items():
+    for name, (shape, dtype) in wanted.leaves.items():
         have = manifest.leaves.get(name)
-        if have is None and missing == "error" and _base(name) not in each:
+        if have is None and missing == "error" and _base(name) not in wanted.each:
             lacking.append(name)
         elif have and not (have.shape == shape and (have.dtype == dtype or (cast and _rounds(have, dtype)))):
             problems.append(f"'{name}' is {have.shape} {have.dtype}, wanted {shape} {dtype}")
     ranks = Counter(map(_base, manifest.leaves))
     here = dist.get_world_size() if dist.is_initialized() else 1
-    lacking += sorted(name for name in each if not ranks[name] and missing == "error")
-    misfits = sorted(name for name in each if ranks[name] not in (0, here))
+    lacking += sorted(name for name in wanted.each if not ranks[name] and missing == "error")
+    misfits = sorted(name for name in wanted.each if ranks[name] not in (0, here))
     problems += [f"'{name}' of each rank is of {ranks[name]} ranks, and {here} are here" for name in misfits]
-    for name in sorted(x for x in manifest.leaves if x not in wanted and _base(x) not in each):
-        left_out = any(is_in(name, part) or name == part for part in skipped)
+    for name in sorted(x for x in manifest.leaves if x not in wanted.leaves and _base(x) not in wanted.each):
+        left_out = any(is_in(name, part) or name == part for part in wanted.skipped)
         if top_of(name) in whole or (unexpected == "error" and not left_out):
             others.append(name)
-    if missing == "ignore" and wanted and wanted.keys().isdisjoint(manifest.leaves):
+    if missing == "ignore" and wanted.leaves and wanted.leaves.keys().isdisjoint(manifest.leaves):
         problems.append("nothing that was asked for is in it")
-    hint = did_you_mean(lacking[0], manifest.leaves.keys() - wanted.keys()) if lacking else ""
+    hint = did_you_mean(lacking[0], manifest.leaves.keys() - wanted.leaves.keys()) if lacking else ""
     problems += _by_tops(lacking, [*manifest.leaves], "is not in it", hint)
-    problems += _by_tops(others, [*wanted, *skipped, *each], "is in it and was not asked for")
+    problems += _by_tops(others, [*wanted.leaves, *wanted.skipped, *wanted.each], "is in it and was not asked for")
     raise_problems(f"checkpoint.load: '{path}' does not fit", problems, _LINES, _INSTEAD)
 
 

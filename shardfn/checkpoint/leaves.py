@@ -185,11 +185,6 @@ def keys_of(name: str) -> str:
     return name.replace("~2", "@").replace("~1", ".").replace("~0", "~")
 
 
-def of_each_rank(tree: Any) -> set[str]:
-    """The names of what each rank has one of."""
-    return {name for name, value in values_of(tree).items() if isinstance(value, PerRank)}
-
-
 def _described(value: Any) -> str:
     same = f"values {hash_of(value)}" if isinstance(value, Tensor) else value
     return f"the same on all ranks: {same}"
@@ -205,21 +200,32 @@ def _dtype_of(number: float) -> torch.dtype:
     return torch.bool if isinstance(number, bool) else torch.float64 if isinstance(number, float) else torch.int64
 
 
-def wanted_by(like: Any) -> dict[str, Described]:
-    """(shape, dtype) of what is to be read, by names; `...` has none."""
-    wanted: dict[str, Described] = {}
+class Wanted(NamedTuple):
+    """(shape, dtype) of what is to be read, by names; names of what each rank has one of, and of what is skipped."""
+
+    leaves: dict[str, Described]
+    each: set[str]
+    skipped: set[str]
+
+
+def wanted_by(like: Any) -> Wanted:
+    """What is to be read."""
+    wanted, each, skipped = dict[str, Described](), set[str](), set[str]()
     for name, value in values_of(like).items():
         if isinstance(value, Params):
             for names, layout in _parameters(name, value):
                 wanted |= dict.fromkeys(names, (layout.shape, value[layout.leaves[0].name].dtype))
-        elif value is not ...:
+        elif value is ...:
+            skipped.add(name)
+        else:
             plain = value.tensor if isinstance(value, _DECLARED) else value
-            stored = of_rank(name) if isinstance(value, PerRank) else name
+            each |= {name} if isinstance(value, PerRank) else set()
+            stored = of_rank(name) if name in each else name
             is_tensor = isinstance(plain, Tensor)
             if is_tensor and not isinstance(plain, DTensor):
                 _require_plain(name, plain)
             wanted[stored] = (tuple(plain.shape), plain.dtype) if is_tensor else ((), _dtype_of(plain))
-    return wanted
+    return Wanted(wanted, each, skipped)
 
 
 def restored(manifest: Manifest, reader: VerifiedReader, name: str, like: Any) -> Any:
