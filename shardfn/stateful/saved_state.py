@@ -10,71 +10,56 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.checkpoint import Damaged, OfFirst, PerRank, directories, is_checkpoint, saves
 from shardfn.comm import agree_on, exchange_numbers, failing_together, random_states, set_random_states
 from shardfn.layout import device_of
 from shardfn.notation import ShardError
-from shardfn.params import Params
 from shardfn.stateful.extra_state import OTHERS, digest_of, load_into, memory_for, of_each_rank, to_save
 
 
-class Saved(Protocol):
-    """What is asked of a trainer."""
-
-    mesh: DeviceMesh
-    scaler: Any
-    steps: int
-    optimizer_state: Any
-    ema: Params | None
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def params(self) -> Params: ...
-
-    @property
-    def samples(self) -> int: ...
-
-
 def save(
-    trainer: Saved, directory: str | os.PathLike[str], keep: int | None, every: int | None, async_: bool, others: Any
+    mesh: DeviceMesh,
+    state: Mapping[str, Any],
+    others: Mapping[str, Any],
+    directory: str | os.PathLike[str],
+    keep: int | None,
+    every: int | None,
+    async_: bool,
 ) -> Any:
     """Write a checkpoint of this step.
 
     Raises:
         ShardError: it would be taken away at once; a state that cannot be saved.
     """
-    with failing_together(trainer.mesh, "Trainer.save"):
+    with failing_together(mesh, "Trainer.save"):
         for name, number in (("keep", keep), ("keep_every", every)):
             if number is not None and (not isinstance(number, int) or number < 1):
                 why = "would take away this checkpoint, too; write keep=1 or more" * (number == 0 and name == "keep")
                 raise ShardError(f"Trainer.save: {name}={number!r} {why or 'is no number of checkpoints or steps'}")
         newest = directories.latest(directory) if saves.is_first() else None
-        if newest is not None and directories.step_of(newest) > trainer.steps:
+        if newest is not None and directories.step_of(newest) > state["steps"]:
             warnings.warn(f"Trainer.save: '{newest}' is of a later step, and is what resume= takes", stacklevel=3)
-        saved = {name: to_save(x, name, trainer.params) for name, x in _with_scaler(trainer, others).items()}
+        saved = {name: to_save(x, name, state["params"]) for name, x in others.items()}
         digests = [digest_of(*x) for x in saved.values()]
-        random_states = [PerRank(x) for x in _random_states(device_of(trainer.mesh.device_type))]
-        path = Path(directory) / directories.STEP.format(trainer.steps)
-        tidy = partial(directories.prune, path.parent.absolute(), trainer.steps, keep, every)
-    agree_on(trainer.mesh, "Trainer.save", [f"the states {[*saved]}"])
-    rows = exchange_numbers(trainer.mesh, [0, *digests])
+        random_states = [PerRank(x) for x in _random_states(device_of(mesh.device_type))]
+        path = Path(directory) / directories.STEP.format(state["steps"])
+        tidy = partial(directories.prune, path.parent.absolute(), state["steps"], keep, every)
+    agree_on(mesh, "Trainer.save", [f"the states {[*saved]}"])
+    rows = exchange_numbers(mesh, [0, *digests])
     for name, *of_ranks in zip(saved, *(row[1:] for row in rows), strict=True):
         if len(set(of_ranks)) > 1 and not saved[name][1]["trees"]:
             saved[name] = of_each_rank(*saved[name])
-    state = _state(trainer) | {OTHERS: {name: tensors for name, (tensors, _) in saved.items()}}
-    state["buffers"] = {name: OfFirst(x) for name, x in trainer.module.named_buffers()}
-    state["random"] = random_states
+    tree = {**state, OTHERS: {name: tensors for name, (tensors, _) in saved.items()}, "random": random_states}
+    tree["buffers"] = {name: OfFirst(x) for name, x in state["buffers"].items()}
     told = {name: notes for name, (_, notes) in saved.items()}
-    return saves.save_and(tidy, path, state, trainer.mesh, told, async_, overwrite=True)
+    return saves.save_and(tidy, path, tree, mesh, told, async_, overwrite=True)
 
 
 def found_in(mesh: DeviceMesh, verb: str, directory: str | os.PathLike[str]) -> list[Path]:
@@ -88,62 +73,52 @@ def found_in(mesh: DeviceMesh, verb: str, directory: str | os.PathLike[str]) -> 
     return saves.of_first(found)
 
 
-def load(trainer: Saved, found: Sequence[Path], others: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+def load(
+    mesh: DeviceMesh, state: Mapping[str, Any], others: Mapping[str, Any], found: Sequence[Path]
+) -> tuple[Path, dict[str, Any]]:
     """Read the first of some checkpoints that is not damaged: its path, and what it has for the trainer itself."""
-    others = _with_scaler(trainer, others)
     for path in found[:-1]:
         try:
-            return path, _load(trainer, path, others)
+            return path, _load(mesh, state, others, path)
         except Exception as error:
-            damaged = exchange_numbers(trainer.mesh, [isinstance(error, Damaged)])
+            damaged = exchange_numbers(mesh, [isinstance(error, Damaged)])
             if not all(is_damaged for (is_damaged,) in damaged):
                 raise
             warnings.warn(f"Trainer.load: {error}. Going on with the checkpoint before it", stacklevel=3)
-    return found[-1], _load(trainer, found[-1], others)
+    return found[-1], _load(mesh, state, others, found[-1])
 
 
-def _load(trainer: Saved, path: Path, others: Mapping[str, Any]) -> dict[str, Any]:
-    params = trainer.params
-    with failing_together(trainer.mesh, "Trainer.load"):
+def _load(mesh: DeviceMesh, state: Mapping[str, Any], others: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    params, device, size = state["params"], device_of(mesh.device_type), mesh.size()
+    with failing_together(mesh, "Trainer.load"):
         notes, sizes, ranks = directories.described(path)
         if missing := [name for name in others if name not in notes]:
             have = f"has no state of {missing}, only of {sorted(notes)}" if notes else f"has no state of {missing}"
             raise ShardError(f"Trainer.load: '{path}' {have}; load it without {missing[0]}=")
         for name in others:
-            if (each := ranks[f"{OTHERS}.{name}.each"]) not in (0, trainer.mesh.size()):
-                why = f"the state of '{name}' is that of each of {each} ranks, and {trainer.mesh.size()} are here"
+            if (each := ranks[f"{OTHERS}.{name}.each"]) not in (0, size):
+                why = f"the state of '{name}' is that of each of {each} ranks, and {size} are here"
                 raise ShardError(f"Trainer.load: {why}; load it without {name}=, and skip trainer.samples samples")
-        if trainer.ema is None and any(name.startswith("ema.") for name in sizes):
+        if state["ema"] is None and any(name.startswith("ema.") for name in sizes):
             warnings.warn(f"Trainer.load: '{path}' has an average, which Trainer(ema=...) would have", stacklevel=4)
         like = {name: memory_for(notes[name], name, params, sizes) for name in others}
+        random_states = [PerRank(x) for x in _random_states(device)]
     if left := [name for name in notes if name not in others and name.isidentifier()]:
         asked = f"load(..., {', '.join(f'{name}=...' for name in left)})"
         warnings.warn(f"Trainer.load: '{path}' also has {left}, which nobody asked for: {asked}", stacklevel=4)
-    wanted, device = _state(trainer) | {OTHERS: like}, device_of(trainer.mesh.device_type)
-    if (each := ranks["random.0"]) == trainer.mesh.size():
-        with failing_together(trainer.mesh, "Trainer.load"):
-            wanted["random"] = [PerRank(x) for x in _random_states(device)]
+    wanted = {**state, OTHERS: like}
+    if (each := ranks["random.0"]) == size:
+        wanted["random"] = random_states
     elif each:
-        why = f"'{path}' has random states of {each} ranks, and {trainer.mesh.size()} are here, which keep their own"
+        why = f"'{path}' has random states of {each} ranks, and {size} are here, which keep their own"
         warnings.warn(f"Trainer.load: {why}", stacklevel=4)
-    whole = ("params", "optimizer")
-    state = directories.load(path, wanted, trainer.mesh, whole=whole, unexpected="ignore")
-    with failing_together(trainer.mesh, "Trainer.load"):
+    read = directories.load(path, wanted, mesh, whole=("params", "optimizer"), unexpected="ignore")
+    with failing_together(mesh, "Trainer.load"):
         for name, other in others.items():
-            load_into(other, name, notes[name], state[OTHERS][name], params)
-    if "random" in state:
-        _set_random_states(device, [x.tensor for x in state["random"]])
-    return state
-
-
-def _with_scaler(trainer: Saved, others: Mapping[str, Any]) -> dict[str, Any]:
-    return {**({} if trainer.scaler is None else {"scaler": trainer.scaler}), **others}
-
-
-def _state(trainer: Saved) -> dict[str, Any]:
-    state = {"params": trainer.params, "buffers": dict(trainer.module.named_buffers())}
-    state |= {"optimizer": trainer.optimizer_state, "ema": trainer.ema}
-    return state | {"steps": trainer.steps, "samples": trainer.samples}
+            load_into(other, name, notes[name], read[OTHERS][name], params)
+    if "random" in read:
+        _set_random_states(device, [x.tensor for x in read["random"]])
+    return read
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

@@ -268,7 +268,8 @@ class Trainer(nn.Module):
         counts = exchange_numbers(self.mesh, [self._own_samples])
         self._samples += sum(count for (count,) in counts) * self._data_ranks // len(counts)
         self._own_samples = 0
-        return saved_state.save(self, directory, keep, keep_every, async_, others)
+        what = self._saved(), self._with_scaler(others)
+        return saved_state.save(self.mesh, *what, directory, keep, keep_every, async_)
 
     def load(self, directory: str | os.PathLike[str], **others: Any) -> Path:
         """Go on from a checkpoint, or from the newest one in a directory; any mesh and policy may have written it.
@@ -293,13 +294,21 @@ class Trainer(nn.Module):
 
     def _go_on(self, found: Sequence[Path], others: Mapping[str, Any]) -> Path:
         """Go on from the first of some checkpoints that is not damaged."""
-        path, state = saved_state.load(self, found, others)
+        path, state = saved_state.load(self.mesh, self._saved(), self._with_scaler(others), found)
         self._held.copy_in(state["params"])
         for name, buffer in self.module.named_buffers():
             buffer.copy_(state["buffers"][name])
         self.optimizer_state, self.ema, self.steps = state["optimizer"], state["ema"], state["steps"]
         self._samples, self._own_samples = state["samples"], 0
         return path
+
+    def _saved(self) -> dict[str, Any]:
+        """What a checkpoint has of it, besides where generators are."""
+        state = {"params": self.params, "buffers": dict(self.module.named_buffers()), "optimizer": self.optimizer_state}
+        return state | {"ema": self.ema, "steps": self.steps, "samples": self.samples}
+
+    def _with_scaler(self, others: Mapping[str, Any]) -> dict[str, Any]:
+        return {**({} if self.scaler is None else {"scaler": self.scaler}), **others}
 
     @property
     def samples(self) -> int:
