@@ -132,15 +132,15 @@ def _into_safetensors(source: Path, manifest: Manifest, target: Path, only: list
     names = {name: keys_of(short) for name, short in _names(manifest.leaves, only).items()}
     if len({*names.values()}) < len(names):
         raise ShardError("two leaves would have one name, since they differ by dots in their keys only; write --only")
-    leaves = {name: manifest.leaves[name] for name in names}
-    plan = tensor_files.plan_file(target.name, {names[x]: (leaf.shape, leaf.dtype) for x, leaf in leaves.items()})
+    wanted = {short: (manifest.leaves[name].shape, manifest.leaves[name].dtype) for name, short in names.items()}
+    plan = tensor_files.plan_file(target.name, wanted)
     writer = tensor_files.TensorWriter(target.parent, tensor_files.FilesPlan((plan,), alone=True))
     with closing(VerifiedReader(storage_of(source), manifest)) as reader, closing(writer):
         writer.open()
-        for name, leaf in leaves.items():
-            value, box = torch.empty(leaf.shape, dtype=leaf.dtype), tuple((0, n) for n in leaf.shape)
-            reader.read_leaf(leaf, box, value)
-            writer.write(names[name], box, value)
+        for name, short in names.items():
+            (shape, dtype), box = wanted[short], tuple((0, n) for n in wanted[short][0])
+            reader.read_leaf(manifest.leaves[name], box, value := torch.empty(shape, dtype=dtype))
+            writer.write(short, box, value)
         writer.finish()
 
 

@@ -45,10 +45,6 @@ class RenamedDirectory:
         _collect(self._target.parent)
         self.storage.path.mkdir()
 
-    def require_begun(self) -> None:
-        """The first rank has begun where this rank is to write."""
-        _require(self.storage.path.is_dir(), self.storage)
-
     def finish(self, manifest: Manifest, metadata: bytes) -> None:
         """Make it a checkpoint."""
         self.storage.put(METADATA, metadata)
@@ -85,9 +81,9 @@ class ReplacedManifest:
         with self.storage.create(self._save.marker):
             pass
 
-    def require_begun(self) -> None:
-        """The first rank has begun where this rank is to write."""
-        _require(self.of_each_rank or has(self.storage, self._save.marker), self.storage)
+    def has_begun(self) -> bool:
+        """Whether the first rank has, where this rank is to write."""
+        return self.of_each_rank or has(self.storage, self._save.marker)
 
     def finish(self, manifest: Manifest, metadata: bytes) -> None:
         """Make it the checkpoint."""
@@ -112,9 +108,14 @@ class ReplacedManifest:
 Commit = RenamedDirectory | ReplacedManifest
 
 
-def _require(begun: bool, storage: Storage) -> None:
-    if not begun:
-        why = f"this rank sees another {storage} than the first one, which has begun to save there"
+def require_begun(commit: Commit) -> None:
+    """The first rank has begun where this rank is to write.
+
+    Raises:
+        ShardError: it has not.
+    """
+    if not (commit.storage.path.is_dir() if isinstance(commit, RenamedDirectory) else commit.has_begun()):
+        why = f"this rank sees another {commit.storage} than the first one, which has begun to save there"
         raise ShardError(f"checkpoint.save: {why}; give a directory that all ranks see, or a LocalDirectory")
 
 

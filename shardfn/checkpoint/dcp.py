@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver, st
 from torch.futures import Future
 
 from shardfn._torch import read_checkpoint_metadata
-from shardfn.checkpoint.commits import METADATA, commit_to, in_the_way, name_of_file, nonce_in
+from shardfn.checkpoint.commits import METADATA, commit_to, in_the_way, name_of_file, nonce_in, require_begun
 from shardfn.checkpoint.hashed_files import HashingSink, TensorPieces, VerifiedReader
 from shardfn.checkpoint.leaves import SavedLeaf
 from shardfn.checkpoint.manifest import from_json, read_manifest, require_each_once, to_json
@@ -95,7 +95,7 @@ class StorageWriter(_Anywhere, storage.StorageWriter):
     def write_data(self, plan: planner_.SavePlan, planner: planner_.SavePlanner) -> Future[list[storage.WriteResult]]:
         """A file of this rank."""
         commit, name = plan.storage_data
-        commit.require_begun()
+        require_begun(commit)
         tensors = [item for item in plan.items if item.type != planner_.WriteItemType.BYTE_IO]
         written, places = None, []
         if tensors:
@@ -237,14 +237,13 @@ def _read(directory: Path, metadata: Any, name: str, known: Any) -> Any:
         return _item(directory, metadata, name, None)
     boxes = [tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in known.chunks]
     require_each_once(name, known.size, boxes)
-    whole: Tensor | None = None
+    whole = torch.empty(known.size, dtype=known.properties.dtype)  # no memory is taken before it is written
     for box in boxes:
         part = _item(directory, metadata, name, torch.Size(start for start, _ in box))
         if tuple(part.shape) != tuple(n for _, n in box) or part.dtype != known.properties.dtype:
             raise ShardError(f"checkpoint: a part of '{name}' is {tuple(part.shape)} {part.dtype}, not as it is said")
-        whole = torch.empty(known.size, dtype=part.dtype) if whole is None else whole
         narrowed(whole, box).copy_(part)
-    return torch.empty(known.size, dtype=known.properties.dtype) if whole is None else whole
+    return whole
 
 
 def _item(directory: Path, metadata: Any, name: str, offset: Any) -> Any:

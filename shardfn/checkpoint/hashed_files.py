@@ -17,7 +17,7 @@ from shardfn._torch import bytes_of
 from shardfn.checkpoint.block_writer import BLOCK, BlockHasher
 from shardfn.checkpoint.commits import METADATA, is_being_replaced, strangers
 from shardfn.checkpoint.manifest import EARLIER, Damaged, HashedFile, Manifest, StoredLeaf
-from shardfn.checkpoint.storages import Storage, file_of
+from shardfn.checkpoint.storages import Storage, file_of, size_of
 from shardfn.checkpoint.tensor_files import Reader, Stored
 from shardfn.layout import Box, as_runs, narrowed, overlaps
 from shardfn.notation import ShardError
@@ -138,11 +138,7 @@ class VerifiedReader(Reader):
             raise Damaged(f"checkpoint: {file_of(storage, others[0])} is no part of it; take it away")
         self._blocks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         for name, file in manifest.files.items():
-            try:
-                size = storage.size(name)
-            except FileNotFoundError:
-                size = None
-            if size != file.nbytes and name != METADATA:
+            if (size := size_of(storage, name)) != file.nbytes and name != METADATA:
                 found = "is missing" if size is None else f"has {size} bytes"
                 raise Damaged(f"checkpoint: {file_of(storage, name)} {found}; {file.nbytes} were written{EARLIER}")
 

@@ -221,10 +221,9 @@ def wanted_by(like: Any) -> Wanted:
             plain = value.tensor if isinstance(value, _DECLARED) else value
             each |= {name} if isinstance(value, PerRank) else set()
             stored = of_rank(name) if name in each else name
-            is_tensor = isinstance(plain, Tensor)
-            if is_tensor and not isinstance(plain, DTensor):
+            if isinstance(plain, Tensor) and not isinstance(value, DTensor):
                 _require_plain(name, plain)
-            wanted[stored] = (tuple(plain.shape), plain.dtype) if is_tensor else ((), _dtype_of(plain))
+            wanted[stored] = (tuple(plain.shape), plain.dtype) if isinstance(plain, Tensor) else ((), _dtype_of(plain))
     return Wanted(wanted, each, skipped)
 
 
@@ -316,7 +315,7 @@ def _box_of(name: str, x: DTensor) -> tuple[Box, tuple[int, ...]]:
 
 
 def _require_plain(name: str, x: Tensor) -> None:
-    """Of a tensor that is not split.
+    """Check a tensor that is not split.
 
     Raises:
         ShardError: it is no array of numbers in memory.

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardfn import _torch
 from shardfn._torch import pytree
 from shardfn.checkpoint.background import BACKGROUND, StagingSink
-from shardfn.checkpoint.commits import METADATA, Commit, commit_to, in_the_way, name_of_file, nonce_in
+from shardfn.checkpoint.commits import METADATA, Commit, commit_to, in_the_way, name_of_file, nonce_in, require_begun
 from shardfn.checkpoint.hashed_files import HashingSink, Piece, Sink, TensorPieces, hashed
 from shardfn.checkpoint.leaves import EACH, SavedLeaf, is_first, to_save
 from shardfn.checkpoint.manifest import HashedFile, Manifest, StoredLeaf, StoredPart, no_collection
@@ -185,7 +185,7 @@ class _Save:
 
     def write(self, _: list[Any]) -> Written:
         """A file of what this rank has to write, if there is something."""
-        self._commit.require_begun()
+        require_begun(self._commit)
         return self._written(self._write if any(leaf.parts for leaf in self._leaves) else None)
 
     def stage(self, anew: bool, _: list[Any]) -> None:
@@ -200,7 +200,7 @@ class _Save:
 
     def write_staged(self, _: list[Any]) -> Written:
         """A file of what was copied."""
-        self._commit.require_begun()
+        require_begun(self._commit)
         staged = self._staged
         write = None if staged is None else lambda: BACKGROUND.write(self._commit.storage, self._name, staged)
         return self._written(write)

@@ -146,12 +146,17 @@ def storage_of(place: AnyPlace) -> Storage:
     return LocalDirectory(place)
 
 
+def size_of(storage: Storage, name: str) -> int | None:
+    """How many bytes a file has; None if it is not there."""
+    try:
+        return storage.size(name)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def has(storage: Storage, name: str) -> bool:
     """Whether a file is there."""
-    try:
-        return storage.size(name) >= 0
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    return size_of(storage, name) is not None
 
 
 def file_of(storage: Storage, name: str) -> str:

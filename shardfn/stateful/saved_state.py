@@ -23,15 +23,12 @@ from shardfn.layout import device_of
 from shardfn.notation import ShardError
 from shardfn.stateful.extra_state import OTHERS, digest_of, load_into, memory_for, of_each_rank, to_save
 
+AnyPath = str | os.PathLike[str]
+Keep = tuple[int | None, int | None]  # how many of the newest, and those of multiples of how many steps
+
 
 def save(
-    mesh: DeviceMesh,
-    state: Mapping[str, Any],
-    others: Mapping[str, Any],
-    directory: str | os.PathLike[str],
-    keep: int | None,
-    every: int | None,
-    async_: bool,
+    mesh: DeviceMesh, state: Mapping[str, Any], others: Mapping[str, Any], directory: AnyPath, keep: Keep, async_: bool
 ) -> Any:
     """Write a checkpoint of this step.
 
@@ -39,10 +36,9 @@ def save(
         ShardError: it would be taken away at once; a state that cannot be saved.
     """
     with failing_together(mesh, "Trainer.save"):
-        for name, number in (("keep", keep), ("keep_every", every)):
+        for name, number in zip(("keep", "keep_every"), keep, strict=True):
             if number is not None and (not isinstance(number, int) or number < 1):
-                why = "would take away this checkpoint, too; write keep=1 or more" * (number == 0 and name == "keep")
-                raise ShardError(f"Trainer.save: {name}={number!r} {why or 'is no number of checkpoints or steps'}")
+                raise ShardError(f"Trainer.save: {name}={number!r} keeps nothing, nor this one; write {name}=1 or more")
         newest = directories.latest(directory) if saves.is_first() else None
         if newest is not None and directories.step_of(newest) > state["steps"]:
             warnings.warn(f"Trainer.save: '{newest}' is of a later step, and is what resume= takes", stacklevel=3)
@@ -50,7 +46,7 @@ def save(
         digests = [digest_of(*x) for x in saved.values()]
         random_states = [PerRank(x) for x in _random_states(device_of(mesh.device_type))]
         path = Path(directory) / directories.STEP.format(state["steps"])
-        tidy = partial(directories.prune, path.parent.absolute(), state["steps"], keep, every)
+        tidy = partial(directories.prune, path.parent.absolute(), state["steps"], *keep)
     agree_on(mesh, "Trainer.save", [f"the states {[*saved]}"])
     rows = exchange_numbers(mesh, [0, *digests])
     for name, *of_ranks in zip(saved, *(row[1:] for row in rows), strict=True):
@@ -62,7 +58,7 @@ def save(
     return saves.save_and(tidy, path, tree, mesh, told, async_, overwrite=True)
 
 
-def found_in(mesh: DeviceMesh, verb: str, directory: str | os.PathLike[str]) -> list[Path]:
+def found_in(mesh: DeviceMesh, verb: str, directory: AnyPath) -> list[Path]:
     """The checkpoints that the first rank sees, the newest first; or the one that this is."""
     saves.settle(mesh)
     saves.require_one_path(mesh, verb, directory)

@@ -269,7 +269,7 @@ class Trainer(nn.Module):
         self._samples += sum(count for (count,) in counts) * self._data_ranks // len(counts)
         self._own_samples = 0
         what = self._saved(), self._with_scaler(others)
-        return saved_state.save(self.mesh, *what, directory, keep, keep_every, async_)
+        return saved_state.save(self.mesh, *what, directory, (keep, keep_every), async_)
 
     def load(self, directory: str | os.PathLike[str], **others: Any) -> Path:
         """Go on from a checkpoint, or from the newest one in a directory; any mesh and policy may have written it.

@@ -387,6 +387,9 @@ def test_dtensors_of_classes(mesh: DeviceMesh, size: int) -> None:
     fully_shard(model, mesh=mesh["fsdp"])
     with folder() as at:
         path = at / "step-1"
+        for declared in (sf.checkpoint.OfFirst, sf.checkpoint.PerRank):
+            with pytest.raises(sf.ShardError, match="'bias' is a DTensor tensor"):
+                sf.checkpoint.save(path, {"bias": declared(model.state_dict()["bias"])}, mesh)
         for tree in (whole, model.state_dict()):
             sf.checkpoint.save(path, tree, mesh, overwrite=True)
             read = sf.checkpoint.load(path, model.state_dict(), mesh)
