@@ -203,10 +203,10 @@ class Background:
         Raises:
             Exception: what went wrong with it, if nobody has heard of it.
         """
-        saving = self._latest
-        problem = None if saving is None else saving.untold
-        self._latest = None if self._latest is saving else self._latest
-        if saving is not None and problem is not None:
+        if (saving := self._latest) is None:
+            return
+        problem, self._latest = saving.untold, None  # not before: others that ask wait, too
+        if problem is not None:
             raise ShardError(f"the save of '{saving.path}' in the background failed: {problem}") from problem
 
     def exchanged(self, work: Callable[[], Any]) -> list[Any]:

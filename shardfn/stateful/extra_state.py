@@ -42,11 +42,9 @@ def to_save(other: Any, name: str, params: Params) -> tuple[dict[str, Any], dict
         state, trees = _apart(state, names_of(other, params), params)
     for path, value in pytree.tree_flatten_with_path(state)[0]:
         if isinstance(value, DTensor):
-            raise ShardError(
-                f"Trainer.save: {type(other).__name__} has a DTensor of shape {tuple(value.shape)} at "
-                f"{pytree.keystr(path)}, which is no state of a parameter of that shape. Save it by "
-                "torch.distributed.checkpoint; averages of parameters are Trainer(ema=...)"
-            )
+            what = f"{type(other).__name__} has a DTensor of shape {tuple(value.shape)} at {pytree.keystr(path)}"
+            instead = "Save it by torch.distributed.checkpoint; averages of parameters are Trainer(ema=...)"
+            raise ShardError(f"Trainer.save: {what}, which is no state of a parameter of that shape. {instead}")
     rest: dict[str, Tensor] = {}
     skeleton = to_json(state, name, rest)
     described = {

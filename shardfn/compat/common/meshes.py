@@ -135,10 +135,8 @@ def check_groups(process_group: Any, device_mesh: DeviceMesh | None, strategy: S
     if device_mesh is not None and (not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 2):
         raise ValueError(f"Expected device_mesh to have ndim=2 but got {getattr(device_mesh, 'ndim', device_mesh)}")
     if process_group is not None and not _is_valid_hybrid_shard_pg_type(process_group):
-        raise ValueError(
-            "Expected process_group to be passed in as either None or Tuple[dist.ProcessGroup, dist.ProcessGroup] but "
-            f"got {type(process_group)}"
-        )
+        two = "either None or Tuple[dist.ProcessGroup, dist.ProcessGroup]"
+        raise ValueError(f"Expected process_group to be passed in as {two} but got {type(process_group)}")
 
 
 def mesh_of_ranks(
@@ -184,10 +182,8 @@ def compute_device(module: nn.Module, ignored: set[int], device_id: int | torch.
     if device_id is None:
         return held or _served_accelerator() or torch.device("cpu")
     if isinstance(device_id, int) and not torch.accelerator.is_available():
-        raise RuntimeError(
-            f"FSDP needs a non-CPU accelerator device, but no accelerator device is detected: device_id={device_id}. "
-            'Leave it out, or pass torch.device("cpu").'
-        )
+        why = "FSDP needs a non-CPU accelerator device, but no accelerator device is detected"
+        raise RuntimeError(f'{why}: device_id={device_id}. Leave it out, or pass torch.device("cpu").')
     named = torch.device(device_id)
     numbered = None if named.type == "cpu" else named
     asked = _get_device_from_device_id(numbered, dist.get_rank(), torch.get_device_module(named)) or device_of("cpu")

@@ -335,10 +335,9 @@ class StayTogether:
         for name, old, slots in self._shards.values():
             new = next((now for table, key in slots if (now := table[key]) is not old), old)
             if not isinstance(new, DTensor):
-                raise ShardError(
-                    f"load_state_dict(assign=True): {name!r} is whole, and would replace a shard. Leave assign=True "
-                    "out, or give it distribute_tensor(value, shard.device_mesh, shard.placements)."
-                )
+                instead = "out, or give it distribute_tensor(value, shard.device_mesh, shard.placements)"
+                why = f"{name!r} is whole, and would replace a shard. Leave assign=True {instead}"
+                raise ShardError(f"load_state_dict(assign=True): {why}.")
             if new.device_mesh != old.device_mesh and torch.equal(new.device_mesh.mesh, old.device_mesh.mesh):
                 move_to_mesh(new, old.device_mesh, new.placements)
             for table, key in slots:
