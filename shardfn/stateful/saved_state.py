@@ -89,8 +89,7 @@ def _load(mesh: DeviceMesh, state: Mapping[str, Any], others: Mapping[str, Any],
     with failing_together(mesh, "Trainer.load"):
         notes, sizes, ranks = directories.described(path)
         if missing := [name for name in others if name not in notes]:
-            have = f"has no state of {missing}, only of {sorted(notes)}" if notes else f"has no state of {missing}"
-            raise ShardError(f"Trainer.load: '{path}' {have}; load it without {missing[0]}=")
+            raise ShardError(f"Trainer.load: '{path}' was saved without {missing}: leave out; it has {sorted(notes)}")
         for name in others:
             if (each := ranks[f"{OTHERS}.{name}.each"]) not in (0, size):
                 why = f"the state of '{name}' is that of each of {each} ranks, and {size} are here"
