@@ -274,7 +274,7 @@ class Trainer(nn.Module):
     def load(self, directory: str | os.PathLike[str], **others: Any) -> Path:
         """Go on from a checkpoint, or from the newest one in a directory; any mesh and policy may have written it.
 
-        Nothing changes unless everything was read.
+        Nothing of the trainer changes unless everything was read, and `others` have taken their states.
 
         Args:
             directory: a checkpoint, or where those of a run are: the newest one that is not damaged counts.
