@@ -13,6 +13,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: four ranks share few cores
 
 import gc
+import sys
 from collections.abc import Iterator
 from itertools import groupby
 from random import Random
@@ -177,3 +178,10 @@ def _end_world() -> Iterator[None]:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_torch_as_it_was() -> Iterator[None]:
+    """What a test imports of torch is torch's: no module of tests leaves the import switch on."""
+    yield
+    assert not any(type(finder).__module__ == "shardfn.compat.switch" for finder in sys.meta_path), "switch.off() it"

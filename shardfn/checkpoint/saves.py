@@ -35,6 +35,7 @@ from shardfn.params import Params, is_tree
 
 _NESTED = 200  # levels of calls that a program may need to get to where it reads a manifest
 _FRAME = 8192  # more bytes than torch.save puts around the numbers of a tensor
+_DIFFERS = ". Of what differs, save the first one's as sf.checkpoint.OfFirst(x), or each as sf.checkpoint.PerRank(x)"
 
 
 def save(
@@ -99,6 +100,20 @@ def save_and(
         if not isinstance(path, str | os.PathLike | Storage):
             raise TypeError(f"checkpoint.save: the path is a {type(path).__name__}; write save(path, tree)")
     place = path if isinstance(path, Storage) else Path(path)
+    one = _Save(*_agreed(place, tree, mesh, notes, [f"async_={async_}"], overwrite), then)
+    over_mesh = partial(_exchanged, mesh)
+    if not async_:
+        one.go(over_mesh, one.begin, one.write, one.finish)
+        return place
+    anew = mesh is not None and any(lost for (lost,) in exchange_numbers(mesh, [BACKGROUND.has_lost()]))
+    one.go(over_mesh, one.begin, partial(one.stage, anew))
+    return BACKGROUND.begin(place, partial(one.go, BACKGROUND.exchanged, one.write_staged, one.finish))
+
+
+def _agreed(
+    place: Path | Storage, tree: Any, mesh: DeviceMesh | None, notes: Any, facts: list[str], overwrite: bool
+) -> tuple[Commit, list[SavedLeaf], dict[str, Any], str]:
+    """How it is written, leaves, notes and a nonce: all ranks are given the same facts, and nothing is in the way."""
     nonce = f"{require_one_path(mesh, 'checkpoint.save', place):016x}"
     with together(mesh, "checkpoint.save"):
         leaves = to_save(tree)
@@ -110,22 +125,11 @@ def save_and(
         where = place if isinstance(place, Storage) else place.absolute()
         facts_of_first = problem, nonce_in(storage_of(place)) if is_first() else "", owner()
     if mesh is not None:
-        instead = (
-            ". Of what differs, save the first one's as sf.checkpoint.OfFirst(x), or each as sf.checkpoint.PerRank(x)"
-        )
-        facts = [f"async_={async_}", *(fact for leaf in leaves for fact in leaf.facts)]
-        agree_on(mesh, "checkpoint.save", facts, instead=instead)
+        agree_on(mesh, "checkpoint.save", [*facts, *(x for leaf in leaves for x in leaf.facts)], instead=_DIFFERS)
     problem, old, by = of_first(facts_of_first)
     if problem:
         raise ShardError(f"checkpoint.save: {problem}")
-    one = _Save(commit_to(where, nonce, old, by), leaves, told, nonce, then)
-    over_mesh = partial(_exchanged, mesh)
-    if not async_:
-        one.go(over_mesh, one.begin, one.write, one.finish)
-        return place
-    anew = mesh is not None and any(lost for (lost,) in exchange_numbers(mesh, [BACKGROUND.has_lost()]))
-    one.go(over_mesh, one.begin, partial(one.stage, anew))
-    return BACKGROUND.begin(place, partial(one.go, BACKGROUND.exchanged, one.write_staged, one.finish))
+    return commit_to(where, nonce, old, by), leaves, told, nonce
 
 
 def _as_json(notes: dict[str, Any]) -> Any:
@@ -163,10 +167,8 @@ class _Save:
             for step in steps:
                 results = exchange(partial(self._step, step, results))
         except Exception as error:
-            told = not any(
-                isinstance(x, RuntimeError) for x in (error, error.__cause__)
-            )  # by a rank, not by a network:
-            if told and (self._is_first or self._commit.of_each_rank):  # then others may still write
+            of_network = any(isinstance(x, RuntimeError) for x in (error, error.__cause__))  # others may still write
+            if not of_network and (self._is_first or self._commit.of_each_rank):
                 self._commit.abandon([name_of_file(self._nonce, rank) for rank in range(self._ranks)])
             raise
 
