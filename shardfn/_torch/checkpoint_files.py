@@ -14,8 +14,8 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as metadata_
 
-# (starts, sizes) of a box of a tensor, and in which file, where and how many bytes long it is as torch.save writes it.
-StoredBox = tuple[Sequence[int], Sequence[int], str, int, int]
+# A box of a tensor, in which file it is, and there its start and length as torch.save writes it, and where its numbers.
+StoredBox = tuple[Sequence[tuple[int, int]], str, tuple[int, int, int]]
 
 
 def checkpoint_metadata(tensors: Mapping[str, tuple[Sequence[int], torch.dtype, Iterable[StoredBox]]]) -> bytes:
@@ -23,10 +23,10 @@ def checkpoint_metadata(tensors: Mapping[str, tuple[Sequence[int], torch.dtype, 
     metadata = metadata_.Metadata({}, {}, {}, metadata_.StorageMeta(), filesystem.CURRENT_DCP_VERSION)
     for name, (shape, dtype, boxes) in tensors.items():
         chunks: list[metadata_.ChunkStorageMetadata] = []
-        for starts, sizes, file, at, length in boxes:
-            chunks.append(metadata_.ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes)))
-            index = metadata_.MetadataIndex(name, torch.Size(starts))
-            metadata.storage_data[index] = filesystem._StorageInfo(file, at, length)
+        for box, file, (start, length, _) in boxes:
+            starts, sizes = torch.Size(a for a, _ in box), torch.Size(n for _, n in box)
+            chunks.append(metadata_.ChunkStorageMetadata(starts, sizes))
+            metadata.storage_data[metadata_.MetadataIndex(name, starts)] = filesystem._StorageInfo(file, start, length)
         properties = metadata_.TensorProperties(dtype=dtype)
         metadata.state_dict_metadata[name] = metadata_.TensorStorageMetadata(properties, torch.Size(shape), chunks)
         metadata.planner_data[name] = (name,)

@@ -30,9 +30,7 @@ from shardfn.notation import ShardError
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shardfn.checkpoint", description="List, verify, convert checkpoints."
-    )
+    parser = argparse.ArgumentParser("python -m shardfn.checkpoint", description="List, verify, convert checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, what in (("ls", "what is there"), ("verify", "compare every byte with its hash")):
         command = commands.add_parser(name, help=what)

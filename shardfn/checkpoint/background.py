@@ -30,7 +30,7 @@ from torch import Tensor
 
 from shardfn import _torch
 from shardfn.checkpoint import block_writer
-from shardfn.checkpoint.hashed_files import HashingSink
+from shardfn.checkpoint.hashed_files import write_hashed
 from shardfn.checkpoint.manifest import HashedFile
 from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage
 from shardfn.comm import outcome_of, raise_failure
@@ -75,9 +75,9 @@ class Saving:
         Raises:
             Exception: what `save` raises, on every rank.
         """
-        problem, self._told = self.untold, True
-        if problem is not None:
-            raise problem
+        _, self._told = self.untold, True
+        if self._problem is not None:
+            raise self._problem
         return self.path
 
     @property
@@ -99,6 +99,7 @@ class SharedMemory:
             os.unlink(name)
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
+    @torch.inference_mode(False)
     def fit(self, nbytes: int) -> Tensor:
         """At least so many bytes of it; what was there is lost if it grows."""
         if self.bytes.numel() < nbytes:
@@ -155,7 +156,7 @@ class Background:
         self._writer: Any = None
         self._exchange: tuple[Any, Any] = None, None  # the process group of all ranks, and one beside it
         self._latest: Saving | None = None
-        self._failed = False
+        self._failed = self._is_saving = False
 
     def _forget(self) -> None:
         """What a process has begun is not its child's."""
@@ -175,10 +176,17 @@ class Background:
         return SharedMemory()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """No other thread is within, which would share the memory that is written."""
+    def alone(self, within: bool = False) -> Iterator[None]:
+        """No other thread is here, nor a handler of a signal, which would share the memory; `within` what is alone."""
         with self._lock:
-            yield
+            if (was := self._is_saving) and not within:
+                why = "this thread is in the middle of a save, as when a signal's handler saves"
+                raise ShardError(f"checkpoint.save: {why}; set a flag in it, and save between two steps")
+            self._is_saving = True
+            try:
+                yield
+            finally:
+                self._is_saving = was
 
     def has_lost(self) -> bool:
         """Whether an exchange went wrong, after which gloo serves no other one."""
@@ -233,13 +241,11 @@ class Background:
         """Write a file of memory that was filled: by a process of its own, if it is one of this host."""
         if isinstance(storage, LocalDirectory):
             return self._written_apart(storage.path / name, len(data))
-        with storage.create(name) as file:
-            sink = HashingSink(file.write)
-            sink.write(data.numpy())
-            return sink.hashed()
+        return write_hashed(storage, name, lambda sink: sink.write(data.numpy().data))
 
     def _written_apart(self, path: Path, size: int) -> HashedFile:
-        if self._writer is None:
+        if self._writer is None or self._writer.poll() is not None:
+            self.end_writer()
             script = [sys.executable, "-I", "-S", block_writer.__file__, str(self.memory.descriptor)]
             pipe, shared = subprocess.PIPE, (self.memory.descriptor,)
             # A session of its own: an interrupt from a keyboard ends the training, which may want to save.

@@ -143,7 +143,8 @@ def in_the_way(target: Path | Storage, overwrite: bool) -> str:
     if not above.is_dir():
         return f"'{above}' is a file; give a path below a directory"
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return ""
+        odd = target.is_symlink() or target.resolve() == Path.cwd()
+        return f"'{target}' is a link, or where this process is; give the name of a new directory" * odd
     if not (target / NAME).is_file():
         return f"'{target}' is no checkpoint, and would be replaced; give a new name, such as '{target / 'step-1'}'"
     return "" if overwrite else f"'{target}' is there already; give another name, or write overwrite=True"

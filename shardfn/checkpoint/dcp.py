@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from shardfn._torch import read_checkpoint_metadata
 from shardfn.checkpoint.commits import METADATA, commit_to, in_the_way, name_of_file, nonce_in, require_begun
-from shardfn.checkpoint.hashed_files import HashingSink, TensorPieces, VerifiedReader
+from shardfn.checkpoint.hashed_files import Sink, TensorPieces, VerifiedReader, write_hashed
 from shardfn.checkpoint.leaves import SavedLeaf
 from shardfn.checkpoint.manifest import from_json, read_manifest, require_each_once, to_json
 from shardfn.checkpoint.saves import Written, manifest_of
@@ -44,8 +44,10 @@ class _Anywhere:
         """Any path will do."""
         return True
 
-    def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(self, *args: Any, use_collectives: bool = True, **kwargs: Any) -> None:
         """Nothing is to be set up."""
+        if not use_collectives:
+            raise ShardError("StorageWriter: one manifest is of all ranks; leave out use_collectives=False")
 
     def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is to be set up."""
@@ -97,17 +99,17 @@ class StorageWriter(_Anywhere, storage.StorageWriter):
         commit, name = plan.storage_data
         require_begun(commit)
         tensors = [item for item in plan.items if item.type != planner_.WriteItemType.BYTE_IO]
-        written, places = None, []
-        if tensors:
-            with commit.storage.create(name) as file:
-                sink = HashingSink(file.write)
-                pieces = TensorPieces(sink)
-                for item in tensors:
-                    data: Any = item.tensor_data
-                    box = tuple(zip(data.chunk.offsets, data.chunk.sizes, strict=True))
-                    value: Any = planner.resolve_data(item)
-                    places.append((item.index.fqn, box, pieces.add(value)))
-                written = sink.hashed()
+        places: list[Any] = []
+
+        def put(sink: Sink) -> None:
+            pieces = TensorPieces(sink)
+            for item in tensors:
+                data: Any = item.tensor_data
+                box = tuple(zip(data.chunk.offsets, data.chunk.sizes, strict=True))
+                value: Any = planner.resolve_data(item)
+                places.append((item.index.fqn, box, pieces.add(value)))
+
+        written = write_hashed(commit.storage, name, put) if tensors else None
         results = [storage.WriteResult(item.index, 0, (name, written, places, [])) for item in tensors[:1]]
         for item in plan.items:
             if item.type == planner_.WriteItemType.BYTE_IO:
@@ -115,9 +117,7 @@ class StorageWriter(_Anywhere, storage.StorageWriter):
                 pickled.seek(0)
                 value = _as_json(item.index.fqn, torch.load(pickled, weights_only=True))
                 results.append(storage.WriteResult(item.index, 0, value))
-        done: Future[list[storage.WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        return _done(results)
 
     def finish(self, metadata: metadata_.Metadata, results: list[list[storage.WriteResult]]) -> None:
         """The first rank makes it a checkpoint."""
@@ -176,9 +176,7 @@ class StorageReader(_Anywhere, storage.StorageReader):
                 target = planner.resolve_tensor(item).detach()
                 reader.read_leaf(self._manifest.leaves[name], tuple(zip(starts, item.lengths, strict=True)), target)
                 planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return _done(None)
 
 
 def write_directory(source: Path, target: Path) -> None:
@@ -193,6 +191,12 @@ def write_directory(source: Path, target: Path) -> None:
 def _noted(values: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] | None) -> dict[str, Any]:
     """Notes: what is no tensor, and where in a state dict things are."""
     return {_NOTES: {"values": values, "paths": {name: [*path] for name, path in (paths or {}).items()}}}
+
+
+def _done(value: Any) -> Any:
+    done: Future[Any] = Future()
+    done.set_result(value)
+    return done
 
 
 def _as_json(name: str, value: Any) -> Any:

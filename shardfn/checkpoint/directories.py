@@ -4,10 +4,11 @@ load    the manifest  ->  compared with what is wanted  ->  each rank reads its 
 """
 
 import os
+import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn._torch import pytree
 from shardfn.checkpoint.commits import remove
 from shardfn.checkpoint.hashed_files import VerifiedReader
-from shardfn.checkpoint.leaves import Wanted, is_leaf, name_of, of_rank, restored, top_of, wanted_by
+from shardfn.checkpoint.leaves import Wanted, is_first, is_leaf, name_of, of_rank, restored, top_of, wanted_by
 from shardfn.checkpoint.manifest import Manifest, StoredLeaf, is_checkpoint, read_manifest
 from shardfn.checkpoint.saves import mesh_of, require_one_path, settle, together
 from shardfn.checkpoint.storages import AnyPlace, storage_of
@@ -29,7 +30,7 @@ from shardfn.layout import is_in
 from shardfn.notation import did_you_mean, raise_problems
 
 STEP = "step-{:08d}"
-_INSTEAD = "Write `...` for what is not to be read; or unexpected='ignore', missing='ignore', cast=True for rounding"
+_INSTEAD = "sf.checkpoint.load takes `...` for what is not read, unexpected=, missing='ignore', and cast=True to round"
 _LINES = 12  # of what does not fit: a model of another dtype has as many problems as parameters
 
 
@@ -74,8 +75,7 @@ def load(
     require_one_path(mesh, "checkpoint.load", there)
     with together(mesh, "checkpoint.load"):
         manifest = read_manifest(storage)
-        wanted = wanted_by(like)
-        _require_same(str(path), manifest, wanted, (missing, unexpected, cast), whole)
+        wanted = _wanted(str(path), manifest, like, (missing, unexpected, cast), whole)
     own = {of_rank(name) for name in wanted.each}
     facts = [f"'{name}' {shape} {dtype}" for name, (shape, dtype) in wanted.leaves.items() if name not in own]
     if mesh is not None:
@@ -119,9 +119,11 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def steps(directory: str | os.PathLike[str]) -> list[Path]:
-    """The finished checkpoints `step-N` in a directory, the newest first."""
-    found = [p for p in Path(directory).glob("step-*") if is_checkpoint(p) and p.name[5:].isdecimal()]
-    return sorted(found, key=step_of, reverse=True)
+    """The finished checkpoints `step-N` in a directory, the newest first; of one number, what a `Trainer` calls it."""
+    found = list[Path]()
+    with suppress(FileNotFoundError, NotADirectoryError):  # one that cannot be read is an error
+        found += [p for p in Path(directory).iterdir() if re.fullmatch(r"step-\d+", p.name) and is_checkpoint(p)]
+    return sorted(found, key=lambda p: (step_of(p), p.name == STEP.format(step_of(p)), p.name), reverse=True)
 
 
 def step_of(path: Path) -> int:
@@ -129,33 +131,44 @@ def step_of(path: Path) -> int:
     return int(path.name[5:])
 
 
-def _require_same(
-    path: str, manifest: Manifest, wanted: Wanted, how: tuple[str, str, bool], whole: Sequence[str]
-) -> None:
-    """What is wanted is there with its shape and dtype, and nothing else is, as far as that is asked for."""
+def _wanted(path: str, manifest: Manifest, like: Any, how: tuple[str, str, bool], whole: Sequence[str]) -> Wanted:
+    """What is to be read: it is there with its shape and dtype, and nothing else is, as far as that is asked for."""
+    wanted = wanted_by(like)
     missing, unexpected, cast = how
-    lacking, others, problems = list[str](), list[str](), list[str]()
-    for name, (shape, dtype) in wanted.leaves.items():
-        have = manifest.leaves.get(name)
-        if have is None and missing == "error" and _base(name) not in wanted.each:
-            lacking.append(name)
-        elif have and not (have.shape == shape and (have.dtype == dtype or (cast and _rounds(have, dtype)))):
-            problems.append(f"'{name}' is {have.shape} {have.dtype}, wanted {shape} {dtype}")
+    others, left_out, problems, ignored = list[str](), list[str](), list[str](), list[str]()
+    said = {"error": problems, "ignore": ignored}
+    if odd := {missing, unexpected} - said.keys():
+        raise ValueError(f"checkpoint.load: missing= and unexpected= are 'error' or 'ignore', not {min(odd)!r}")
     ranks = Counter(map(_base, manifest.leaves))
     here = dist.get_world_size() if dist.is_initialized() else 1
-    lacking += sorted(name for name in wanted.each if not ranks[name] and missing == "error")
+    lacking = [name for name in wanted.leaves if name not in manifest.leaves and _base(name) not in wanted.each]
+    lacking += sorted(name for name in wanted.each if not ranks[name])
+    for name, (shape, dtype) in wanted.leaves.items():
+        have = manifest.leaves.get(name, StoredLeaf(shape, dtype, ()))
+        if have.shape != shape or not (have.dtype == dtype or (cast and _rounds(have, dtype))):
+            problems.append(f"'{name}' is {have.shape} {have.dtype}, wanted {shape} {dtype}")
     misfits = sorted(name for name in wanted.each if ranks[name] not in (0, here))
     problems += [f"'{name}' of each rank is of {ranks[name]} ranks, and {here} are here" for name in misfits]
+    asked = [*wanted.leaves, *wanted.skipped, *wanted.each]
+    tops = {*map(top_of, asked), *(like if isinstance(like, Mapping) else ())}
     for name in sorted(x for x in manifest.leaves if x not in wanted.leaves and _base(x) not in wanted.each):
-        left_out = any(is_in(name, part) or name == part for part in wanted.skipped)
-        if top_of(name) in whole or (unexpected == "error" and not left_out):
+        skipped = any(is_in(name, part) or part in (name, _base(name)) for part in wanted.skipped)
+        if top_of(name) in whole or (unexpected == "error" and not skipped):
             others.append(name)
+        elif not skipped and top_of(name) in tops:
+            left_out.append(name)
     if missing == "ignore" and wanted.leaves and wanted.leaves.keys().isdisjoint(manifest.leaves):
         problems.append("nothing that was asked for is in it")
     hint = did_you_mean(lacking[0], manifest.leaves.keys() - wanted.leaves.keys()) if lacking else ""
-    problems += _by_tops(lacking, [*manifest.leaves], "is not in it", hint)
-    problems += _by_tops(others, [*wanted.leaves, *wanted.skipped, *wanted.each], "is in it and was not asked for")
+    hint += " (~1 is a dot in a key: nest dicts instead)" * any("~1" in name for name in lacking[:1])
+    said[missing] += _by_tops(lacking, [*manifest.leaves], "is not in it", hint)
+    problems += _by_tops(others, asked, "is in it and was not asked for")
+    problems += [f"whole= has '{x}', which is no top of it" for x in whole if x not in map(top_of, manifest.leaves)]
     raise_problems(f"checkpoint.load: '{path}' does not fit", problems, _LINES, _INSTEAD)
+    ignored += _by_tops(left_out, asked, "is in it and was not asked for")
+    if ignored and is_first():
+        warnings.warn(f"checkpoint.load: ignored, of '{path}': {'; '.join(ignored)[:1000]}", stacklevel=4)
+    return wanted
 
 
 def _by_tops(names: Sequence[str], others: Sequence[str], what: str, hint: str = "") -> Iterator[str]:
@@ -171,7 +184,7 @@ def _by_tops(names: Sequence[str], others: Sequence[str], what: str, hint: str =
 
 def _base(name: str) -> str:
     """Without the number of a rank."""
-    return name.rpartition("@")[0]
+    return name.rpartition("@")[0] if "@" in name else "~"  # which no name is
 
 
 def _rounds(stored: StoredLeaf, dtype: torch.dtype) -> bool:

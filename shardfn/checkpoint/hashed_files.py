@@ -6,6 +6,7 @@ of its numbers are is noted: shardfn reads these alone, and nothing is ever unpi
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -114,6 +115,14 @@ class HashingSink(BlockHasher):
         return HashedFile(self.size, tuple(self.hashes))
 
 
+def write_hashed(storage: Storage, name: str, put: Callable[[Sink], object]) -> HashedFile:
+    """A new file of what is put into a sink."""
+    with storage.create(name) as file:
+        sink = HashingSink(file.write)
+        put(sink)
+        return sink.hashed()
+
+
 def hashed(data: bytes) -> HashedFile:
     """What a file with these bytes is to have."""
     starts = range(0, len(data), BLOCK)
@@ -135,7 +144,7 @@ class VerifiedReader(Reader):
         super().__init__()
         self._storage, self._files = storage, manifest.files
         if others := strangers(storage, manifest):
-            raise Damaged(f"checkpoint: {file_of(storage, others[0])} is no part of it; take it away")
+            raise ShardError(f"checkpoint: {file_of(storage, others[0])} is no part of it; take it away")
         self._blocks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         for name, file in manifest.files.items():
             if (size := size_of(storage, name)) != file.nbytes and name != METADATA:

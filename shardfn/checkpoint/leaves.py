@@ -237,11 +237,15 @@ def restored(manifest: Manifest, reader: VerifiedReader, name: str, like: Any) -
     if isinstance(like, Params):
         grid, new = grid_of(like.mesh, like.plan.roles.storage), _emptied(like)
         for names, layout in _parameters(name, like):
+            stored = {manifest.leaves[each].parts: each for each in reversed(names) if each in manifest.leaves}
             for leaf in layout.leaves:
-                local = unwrap_local(new[leaf.name])
-                if names[0] in manifest.leaves:
-                    fill(layout, leaf, grid, local, partial(read, names[0]))
-                else:
+                local, values = unwrap_local(new[leaf.name]), set[str]()
+                for each in stored.values():  # of tied parameters one, unless they were not tied then
+                    fill(layout, leaf, grid, local, partial(read, each))
+                    values |= {hash_of(local)} if len(stored) > 1 else set()
+                if len(values) > 1:
+                    raise ShardError(f"checkpoint: {[*names]} are tied here, and there they have different values")
+                if not stored:
                     local.copy_(unwrap_local(like[leaf.name]))
         return new
     if isinstance(like, _DECLARED):

@@ -346,7 +346,7 @@ class _Export:
     def _host(self) -> Tensor:
         """Memory for the largest parameter, which all take in turn: an allocator may keep what each would take."""
         sizes = [x.numel * self._dtype_of(x).itemsize for x in _held(self._params)]
-        return torch.empty(max(sizes, default=0), dtype=torch.uint8)
+        return torch.empty(max(sizes, default=0), dtype=torch.uint8, device="cpu")
 
     def _dtype_of(self, layout: Layout) -> torch.dtype:
         return _written(self._params[layout.leaves[0].name].dtype, self._dtype)

@@ -24,7 +24,7 @@ from shardfn import _torch
 from shardfn._torch import pytree
 from shardfn.checkpoint.background import BACKGROUND, StagingSink
 from shardfn.checkpoint.commits import METADATA, Commit, commit_to, in_the_way, name_of_file, nonce_in, require_begun
-from shardfn.checkpoint.hashed_files import HashingSink, Piece, Sink, TensorPieces, hashed
+from shardfn.checkpoint.hashed_files import Piece, Sink, TensorPieces, hashed, write_hashed
 from shardfn.checkpoint.leaves import EACH, SavedLeaf, is_first, to_save
 from shardfn.checkpoint.manifest import HashedFile, Manifest, StoredLeaf, StoredPart, no_collection
 from shardfn.checkpoint.storages import AnyPlace, LocalDirectory, Storage, owner, storage_of, with_space
@@ -99,6 +99,10 @@ def save_and(
     with together(mesh, "checkpoint.save"):
         if not isinstance(path, str | os.PathLike | Storage):
             raise TypeError(f"checkpoint.save: the path is a {type(path).__name__}; write save(path, tree)")
+        if mesh is None and os.environ.get("RANK", "0") != "0":  # the first may save alone, as at its end
+            raise ShardError(
+                "checkpoint.save: RANK says that there are others, and no process group; call sf.make_mesh"
+            )
     place = path if isinstance(path, Storage) else Path(path)
     one = _Save(*_agreed(place, tree, mesh, notes, [f"async_={async_}"], overwrite), then)
     over_mesh = partial(_exchanged, mesh)
@@ -137,7 +141,9 @@ def _as_json(notes: dict[str, Any]) -> Any:
     try:
         text = json.dumps(notes)
         json.loads("[" * _NESTED + text + "]" * _NESTED)  # in a manifest, and wherever that will be read
-        return json.loads(text)
+        if json.dumps(read := json.loads(text)) != text:
+            raise ValueError("two keys that are one text")
+        return read
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"checkpoint.save: notes= is what JSON has; tensors go into the tree ({error})") from error
 
@@ -188,38 +194,28 @@ class _Save:
     def write(self, _: list[Any]) -> Written:
         """A file of what this rank has to write, if there is something."""
         require_begun(self._commit)
-        return self._written(self._write if any(leaf.parts for leaf in self._leaves) else None)
+        has_parts = any(leaf.parts for leaf in self._leaves)
+        file = write_hashed(self._commit.storage, self._name, self._put) if has_parts else None
+        return self._name, file, self._places, self._own
 
     def stage(self, anew: bool, _: list[Any]) -> None:
         """Copy what this rank has to write to host memory; exchanges to come need a new process group, or the last."""
         BACKGROUND.meet(self._nonce, anew)
         sizes = [x.nbytes + _FRAME for leaf in self._leaves for _, x in leaf.parts]
-        if sizes:
-            sink = StagingSink(BACKGROUND.memory.fit(sum(sizes)))
-            self._put(sink)
-            self._staged = sink.staged()
+        sink = StagingSink(BACKGROUND.memory.fit(sum(sizes)))  # also of nothing: with it the end of a process waits
+        self._put(sink)
+        self._staged = sink.staged() if sizes else None
         self._leaves = [replace(leaf, parts=[]) for leaf in self._leaves]
 
     def write_staged(self, _: list[Any]) -> Written:
         """A file of what was copied."""
         require_begun(self._commit)
-        staged = self._staged
-        write = None if staged is None else lambda: BACKGROUND.write(self._commit.storage, self._name, staged)
-        return self._written(write)
+        file = None if self._staged is None else BACKGROUND.write(self._commit.storage, self._name, self._staged)
+        return self._name, file, self._places, self._own
 
     def _put(self, sink: Sink) -> None:
         pieces = TensorPieces(sink)
         self._places = [(leaf.names[0], box, pieces.add(x)) for leaf in self._leaves for box, x in leaf.parts]
-
-    def _write(self) -> HashedFile:
-        with self._commit.storage.create(self._name) as file:
-            sink = HashingSink(file.write)
-            self._put(sink)
-            return sink.hashed()
-
-    def _written(self, write: Callable[[], HashedFile] | None) -> Written:
-        file = None if write is None else write()
-        return self._name, file, self._places, self._own
 
     def finish(self, everyone: list[Written]) -> None:
         """The first rank makes it a checkpoint."""
@@ -238,16 +234,10 @@ def manifest_of(
     for file, _, places, _ in everyone:
         for name, box, piece in places:
             parts[name].append((box, file, piece))
-    of_ranks = {
-        name: tuple(StoredPart(box, file, piece.at) for box, file, piece in of_leaf) for name, of_leaf in parts.items()
-    }
+    of_ranks = {name: tuple(StoredPart(box, file, x.at) for box, file, x in of_leaf) for name, of_leaf in parts.items()}
     first_names = {name: leaf for leaf in leaves for name in leaf.names}
     stored = {n: StoredLeaf(x.shape, x.dtype, of_ranks[x.names[0]]) for n, x in first_names.items()}
-    boxes = {
-        name: [([a for a, _ in box], [n for _, n in box], file, x.start, x.length) for box, file, x in of_leaf]
-        for name, of_leaf in parts.items()
-    }
-    tensors = ((name, (leaf.shape, leaf.dtype, boxes[leaf.names[0]])) for leaf in leaves for name in leaf.names)
+    tensors = ((name, (leaf.shape, leaf.dtype, parts[leaf.names[0]])) for leaf in leaves for name in leaf.names)
     metadata = _torch.checkpoint_metadata(dict(tensors))
     files = {name: file for name, file, *_ in everyone if file is not None}
     files[METADATA] = hashed(metadata)
@@ -260,7 +250,7 @@ def settle(mesh: DeviceMesh | None) -> None:
     Raises:
         ShardError: it has failed, and nobody has heard of it. On every rank.
     """
-    with BACKGROUND.alone(), together(mesh, "checkpoint"):
+    with BACKGROUND.alone(within=True), together(mesh, "checkpoint"):
         BACKGROUND.settle()
 
 
@@ -290,9 +280,7 @@ def _exchanged(mesh: DeviceMesh | None, work: Callable[[], Any]) -> list[Any]:
     """What that gives on every rank, on the first one; all raise if it fails on one."""
     with together(mesh, "checkpoint.save"):
         result = work()
-    if mesh is None or result is None:  # which it is on all ranks
-        return [result]
-    return gather_objects(mesh, result)
+    return [result] if mesh is None or result is None else gather_objects(mesh, result)  # None is it on all ranks
 
 
 def of_first(value: Any) -> Any:

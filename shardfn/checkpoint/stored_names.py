@@ -161,13 +161,7 @@ def _transpose(tensor: Patchwork, dim0: int, dim1: int) -> Patchwork:
     return tensor.rearranged(order)
 
 
-_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.stack: _stack,
-    torch.cat: _cat,
-    torch.split: _split,
-    torch.chunk: _chunk,
-    torch.transpose: _transpose,
-}
+_FUNCTIONS: dict[Any, Any] = {getattr(torch, f.__name__[1:]): f for f in (_stack, _cat, _split, _chunk, _transpose)}
 
 
 def persistent_names(model: Model) -> list[str]:
@@ -265,14 +259,13 @@ def files_of(model: Any, tensors: Mapping[str, Patchwork], names: Names | None) 
     if names is None and _is_of_transformers(model):
         from transformers.core_model_loading import revert_weight_conversion
 
+        revert: Any = revert_weight_conversion
         ignored = names_left_out(model, "save")
         kept: Any = {name: x for name, x in tensors.items() if name not in ignored}
-        reverted: Any
         try:
-            reverted = revert_weight_conversion(model, kept)
+            return revert(model, kept)
         except Exception as error:
             raise _not_followed(f"the tensors of files of a {type(model).__name__}", error) from error
-        return reverted
     files: dict[str, Patchwork] = {}
     for name, patchwork in tensors.items():
         file = _called(names, name)

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from shardfn._torch import bytes_of
-from shardfn.checkpoint.block_writer import pread, write_at
+from shardfn.checkpoint.block_writer import pread, sync, write_at
+from shardfn.checkpoint.storages import NEW, LocalDirectory
 from shardfn.layout import Box, blocks, narrowed
 from shardfn.notation import ShardError
 
@@ -190,8 +191,7 @@ def _read_header(file: Path) -> dict[str, Stored]:
     except (SafetensorError, OSError) as error:
         raise ShardError(f"load_safetensors: '{file}' cannot be read: {error}") from error
     header.pop("__metadata__", None)
-    odd = next((name for name, x in header.items() if x["dtype"] not in _DTYPES), None)
-    if odd is not None:
+    if (odd := next((name for name, x in header.items() if x["dtype"] not in _DTYPES), None)) is not None:
         raise ShardError(f"load_safetensors: '{odd}' in '{file}' is of dtype {header[odd]['dtype']}")
     return _stored(file, header, 8 + length)
 
@@ -280,8 +280,9 @@ class TensorWriter:
     def open(self) -> None:
         """Make the files, without tensors; what a save that was killed has left is taken away."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        for old in () if self._plan.alone else self._directory.glob(self._temporary("model*").name):
-            old.unlink()
+        for begun in () if self._plan.alone else (self._temporary("model*").name, f"{NEW}model*"):
+            for old in self._directory.glob(begun):
+                old.unlink()
         for file in self._plan.files:
             descriptor = os.open(self._temporary(file.name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             self._descriptors[file.name] = descriptor
@@ -316,12 +317,11 @@ class TensorWriter:
         for name in names:
             self._temporary(name).replace(self._directory / name)
         if self._plan.index is not None:
-            index = self._temporary(INDEX)
-            index.write_text(self._plan.index, encoding="utf-8")
-            index.replace(self._directory / INDEX)
+            LocalDirectory(self._directory).put(INDEX, self._plan.index.encode())
         for old in () if self._plan.alone else self._directory.iterdir():
             if _FILE.fullmatch(old.name) and old.name not in names:
                 old.unlink()
+        sync(self._directory)
 
     def close(self) -> None:
         """Close what is open, and remove what has no name yet."""

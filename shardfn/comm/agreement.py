@@ -124,8 +124,7 @@ def raise_failure(verb: str, problem: Exception | None, outcomes: Sequence[Outco
     """Raise if a rank has failed: this one's own problem, or what another one says."""
     if problem is not None:
         raise problem
-    failed = {rank: (kind, why) for rank, why, kind in outcomes if why}
-    if failed:
+    if failed := {rank: (kind, why) for rank, why, kind in outcomes if why}:
         first, (kind, why) = next(iter(failed.items()))
         raise kind(f"{verb}: rank {first} of {[*failed]} failed, so no rank goes on: {why}")
 

@@ -401,8 +401,7 @@ class AxisCollective:
         works = [self.group.recv([place], peer, tag) for peer, into in received for tag, place in into.items()]
         works += [self.group.send([part], peer, tag) for peer, sent in parts for tag, part in sent.items()]
         yield works
-        mine = self._parts(wholes, staging, self.rank)
-        if mine:
+        if mine := self._parts(wholes, staging, self.rank):
             foreach("add_" if begins == 0 else "copy_")([*self._messages(out, alone).values()], [*mine.values()])
         for row in extra:
             out.add_(row)

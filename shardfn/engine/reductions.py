@@ -125,8 +125,9 @@ class Reductions:
     def _land(self) -> None:
         names, collective = self._in_flight.popleft()
         shards = collective.finish()
-        twice = [(name, shard) for name, shard in zip(names, shards, strict=True) if name in self._found]
-        if twice:  # gathered several times: gradients add up
+        if twice := [
+            (name, shard) for name, shard in zip(names, shards, strict=True) if name in self._found
+        ]:  # gathered several times: gradients add up
             foreach("add_")([self._found[name] for name, _ in twice], [shard for _, shard in twice])
         self._found |= {name: shard for name, shard in zip(names, shards, strict=True) if name not in self._found}
 

@@ -137,8 +137,7 @@ def _summed(verb: str, leaves: Sequence[DTensor], of_leaves: Callable[[Sequence[
     mesh = specs[0].mesh
     if any(spec.mesh is not mesh and spec.mesh != mesh for spec in specs):
         raise ShardError(f"{verb}: the leaves live on several meshes; sf.reshard them to one")
-    at = mesh.get_coordinate()
-    if at is None:
+    if (at := mesh.get_coordinate()) is None:
         raise ShardError(f"{verb}: rank {dist.get_rank()} is not part of the leaves' mesh")
     kinds = [(verb, spec.shape, spec.placements) for spec in specs]
     with torch.no_grad():

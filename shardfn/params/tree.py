@@ -167,14 +167,11 @@ class Params(dict[str, Any]):
         if isinstance(other, Params) and other.plan != self.plan:
             raise ShardError(f"params | other: the layouts differ; reshard one of them\n{self.plan.diff(other.plan)}")
         _require_own_parts(other, self.mesh)
-        unknown = next((name for name in other if name not in self.plan.leaves), None)
-        if unknown is not None:
+        if (unknown := next((name for name in other if name not in self.plan.leaves), None)) is not None:
             raise ShardError(f"params | other: the model has no '{unknown}'{did_you_mean(unknown, self.plan.leaves)}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Params":
-        copies = {
-            name: _torch.with_local(leaf, _torch.unwrap_local(leaf).detach().clone()) for name, leaf in self.items()
-        }
+        copies = {n: _torch.with_local(leaf, _torch.unwrap_local(leaf).detach().clone()) for n, leaf in self.items()}
         return Params(copies, self.plan, self.mesh, {name: buffer.clone() for name, buffer in self.buffers.items()})
 
     def __reduce__(self) -> tuple[Any, ...]:

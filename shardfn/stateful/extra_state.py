@@ -47,9 +47,7 @@ def to_save(other: Any, name: str, params: Params) -> tuple[dict[str, Any], dict
             raise ShardError(f"Trainer.save: {what}, which is no state of a parameter of that shape. {instead}")
     rest: dict[str, Tensor] = {}
     skeleton = to_json(state, name, rest)
-    described = {
-        key: {leaf: str(x.dtype).removeprefix("torch.") for leaf, x in tree.items()} for key, tree in trees.items()
-    }
+    described = {key: {n: str(x.dtype).removeprefix("torch.") for n, x in tree.items()} for key, tree in trees.items()}
     return {"rest": rest, "trees": trees}, {"state": skeleton, "trees": described}
 
 
@@ -71,7 +69,7 @@ def _of_this_rank(text: Tensor, name: str) -> Any:
 
     def tensor(path: str, described: Mapping[str, Any]) -> Tensor:
         flat = torch.frombuffer(bytearray(base64.b64decode(rest[path]) or b"\0"), dtype=torch.uint8)
-        x = torch.empty(described["tensor"], dtype=getattr(torch, described["dtype"]))
+        x = torch.empty(described["tensor"], dtype=getattr(torch, described["dtype"]), device="cpu")
         x.view(-1).view(torch.uint8).copy_(flat[: x.nbytes])
         return x
 
@@ -110,7 +108,7 @@ def memory_for(notes: Any, name: str, params: Params, shapes: Mapping[str, Seque
     """Memory for the tensors that `to_save` gave with these notes; `shapes` of all that is in the checkpoint."""
     if "each" in notes:
         shape = shapes.get(of_rank(f"{OTHERS}.{name}.each"), (0,))
-        return {"each": PerRank(torch.empty(shape, dtype=torch.uint8))}
+        return {"each": PerRank(torch.empty(shape, dtype=torch.uint8, device="cpu"))}
     trees = {}
     for key, dtypes in notes["trees"].items():
         leaves = {leaf: params[leaf].detach() for leaf in dtypes}

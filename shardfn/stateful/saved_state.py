@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.checkpoint import Damaged, OfFirst, PerRank, directories, is_checkpoint, saves
 from shardfn.comm import agree_on, exchange_numbers, failing_together, random_states, set_random_states
-from shardfn.layout import device_of
+from shardfn.layout import device_of, is_in
 from shardfn.notation import ShardError
 from shardfn.stateful.extra_state import OTHERS, digest_of, load_into, memory_for, of_each_rank, to_save
 
@@ -94,20 +94,19 @@ def _load(mesh: DeviceMesh, state: Mapping[str, Any], others: Mapping[str, Any],
             if (each := ranks[f"{OTHERS}.{name}.each"]) not in (0, size):
                 why = f"the state of '{name}' is that of each of {each} ranks, and {size} are here"
                 raise ShardError(f"Trainer.load: {why}; load it without {name}=, and skip trainer.samples samples")
-        if state["ema"] is None and any(name.startswith("ema.") for name in sizes):
-            warnings.warn(f"Trainer.load: '{path}' has an average, which Trainer(ema=...) would have", stacklevel=4)
         like = {name: memory_for(notes[name], name, params, sizes) for name in others}
         random_states = [PerRank(x) for x in _random_states(device)]
     if left := [name for name in notes if name not in others and name.isidentifier()]:
         asked = f"load(..., {', '.join(f'{name}=...' for name in left)})"
         warnings.warn(f"Trainer.load: '{path}' also has {left}, which nobody asked for: {asked}", stacklevel=4)
-    wanted = {**state, OTHERS: like}
+    wanted = {**state, OTHERS: like | dict.fromkeys(left, ...)}
     if (each := ranks["random.0"]) == size:
         wanted["random"] = random_states
     elif each:
         why = f"'{path}' has random states of {each} ranks, and {size} are here, which keep their own"
         warnings.warn(f"Trainer.load: {why}", stacklevel=4)
-    read = directories.load(path, wanted, mesh, whole=("params", "optimizer"), unexpected="ignore")
+    whole = [top for top in ("params", "optimizer") if any(is_in(name, top) for name in sizes)]
+    read = directories.load(path, wanted, mesh, whole=whole, unexpected="ignore")
     with failing_together(mesh, "Trainer.load"):
         for name, other in others.items():
             load_into(other, name, notes[name], read[OTHERS][name], params)

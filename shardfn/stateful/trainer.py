@@ -308,6 +308,8 @@ class Trainer(nn.Module):
         return state | {"ema": self.ema, "steps": self.steps, "samples": self.samples}
 
     def _with_scaler(self, others: Mapping[str, Any]) -> dict[str, Any]:
+        if self.scaler is not None and others.get("scaler", self.scaler) is not self.scaler:
+            raise ShardError("Trainer: scaler= is not that of Trainer(scaler=...), which is saved; leave it out")
         return {**({} if self.scaler is None else {"scaler": self.scaler}), **others}
 
     @property

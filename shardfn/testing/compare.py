@@ -187,8 +187,7 @@ def _norm(x: torch.Tensor) -> float:
 def _raise_problems(pairs: Iterable[tuple[str, str]]) -> None:
     """Raise what is wrong with leaves, by their names, where it is not empty."""
     __tracebackhide__ = True
-    problems = [f"{name}: {problem}" for name, problem in pairs if problem]
-    if problems:
+    if problems := [f"{name}: {problem}" for name, problem in pairs if problem]:
         count = f"{len(problems)} leaves differ" if len(problems) > 1 else "1 leaf differs"
         more = [f"... and {len(problems) - 8} more"] if len(problems) > 8 else []
         raise AssertionError("\n".join([count, *problems[:8], *more]))

@@ -421,8 +421,7 @@ def _team(ranks: int) -> _Team:
         return teams[ranks]
     end_team(ranks)
     team = teams[ranks] = _Team(ranks)
-    failed = [answer for answer in team.wait(_START_TIMEOUT) if isinstance(answer, Failure)]
-    if failed:
+    if failed := [answer for answer in team.wait(_START_TIMEOUT) if isinstance(answer, Failure)]:
         why = f"run: {ranks} ranks could not be started: {failed[0].text}\nA script that calls run"
         raise RuntimeError(f"{why} must guard its main part with `if __name__ == '__main__':`.")
     return team

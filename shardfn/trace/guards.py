@@ -129,9 +129,7 @@ class Guards:
         self, leaves: Sequence[Any], places: Sequence[ValuePath], reads: ValueReads, holders: Sequence[Any] = ()
     ) -> None:
         """The guards of a run whose arguments have these leaves, and which read these places, values and holders."""
-        positions = [
-            at for at, leaf in enumerate(leaves) if not (isinstance(leaf, (Tensor, *_WORDS)) or is_cache(leaf))
-        ]
+        positions = [at for at, x in enumerate(leaves) if not (isinstance(x, (Tensor, *_WORDS)) or is_cache(x))]
         self.places = [*(ValuePath(None, at) for at in positions), *places]
         self.values = [place.now(leaves) for place in self.places]
         cells = (read(holder) for holder in holders if isinstance(holder, CellType))

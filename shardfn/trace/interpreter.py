@@ -296,8 +296,7 @@ class Interpreter(_torch.TorchDispatchMode):
         """Note a problem with a value at the module that is running; of a lost one, its part says the kind."""
         path = here = self._path[-1]
         known = self.tag(x) if x is not None else Tag()
-        lost = next((part for part in known.parts.values() if part.kind == "lost"), None)
-        if lost is not None:
+        if (lost := next((part for part in known.parts.values() if part.kind == "lost"), None)) is not None:
             kind, here = lost.cure, path if lost.where is None else lost.where
         where = f" (in {here or '(the model)'!r})" if here != path else ""
         self.problems.append(Problem(f"in {path or '(the model)'!r}: {why}{where}", kind, known.split_by, here))

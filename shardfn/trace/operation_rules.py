@@ -21,8 +21,7 @@ from shardfn.trace.operations import RULES, Operation, OpRule, Parts, is_stored,
 def parts_after(op: Operation) -> Parts:
     """The parts of the results of an operation; where nothing but shared values is given, rules need not tell."""
     known = [op.part(x) for x in op.inputs]
-    gone = next((part for part in known if part is not None and part.kind == "lost"), None)
-    if gone is not None:
+    if (gone := next((part for part in known if part is not None and part.kind == "lost"), None)) is not None:
         return [gone] * len(op.results)
     try:
         if operations.takes_back_a_sum(op):

@@ -170,8 +170,7 @@ def changes(plan: Plan, failure: Failure) -> Iterator[Policy]:
 def _whole(plan: Plan, groups: Sequence[Sequence[tuple[str, str]]]) -> Iterator[Policy]:
     """Parameters that every rank computes with whole: a group of them, or all."""
     for group in (*groups, [*chain(*groups)]):
-        split = [layout for _, name in group if plan.compute_axes(layout := plan.layouts[name])]
-        if split:
+        if split := [layout for _, name in group if plan.compute_axes(layout := plan.layouts[name])]:
             yield Policy(rules={starred(x.name): str(plan.given_rule(x).without(plan.roles.compute)) for x in split})
 
 

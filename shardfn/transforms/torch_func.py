@@ -191,8 +191,7 @@ _torch.refuse_of_dtensors([_torch.JVP], _no_forward_mode)
 
 
 def _require_tuples(verb: str, *values: Any) -> None:
-    kinds = [type(value).__name__ for value in values if not isinstance(value, tuple)]
-    if kinds:
+    if kinds := [type(value).__name__ for value in values if not isinstance(value, tuple)]:
         what = "primals are the tuple (params, *batch)" if verb == "hvp" else "primals and tangents are tuples"
         raise TypeError(f"{verb}: {what}, one entry an argument, not {kinds[0]}")
 

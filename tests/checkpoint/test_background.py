@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-from shardfn.checkpoint import background, block_writer
+from shardfn.checkpoint import background, block_writer, saves
 from shardfn.checkpoint.hashed_files import HashingSink
 from shardfn.testing import on_meshes, run, run_raises
 
@@ -111,8 +112,9 @@ def test_a_failure_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for heard in (True, False):
         saving = sf.checkpoint.save(tmp_path / "step-1", x, async_=True)
         if heard:
-            with pytest.raises(sf.ShardError, match="the process that writes has ended, with status 2"):
-                saving.wait()
+            for _ in range(2):  # as a `finally` may ask again
+                with pytest.raises(sf.ShardError, match="the process that writes has ended, with status 2"):
+                    saving.wait()
         else:
             with pytest.raises(sf.ShardError, match=r"the save of '.*step-1' in the background failed: the process"):
                 sf.checkpoint.load(there, x)
@@ -131,7 +133,75 @@ def test_a_writer_that_is_killed_is_an_error_and_another_one_begins(tmp_path: Pa
     writer.kill()
     with pytest.raises(sf.ShardError, match="the process that writes has ended, with status -9"):
         saving.wait()
-    assert sf.checkpoint.save(tmp_path / "step-1", x, async_=True).wait() == tmp_path / "step-1"
+    for step in (1, 2):
+        path = tmp_path / f"step-{step}"
+        assert sf.checkpoint.save(path, x, async_=True).wait() == path
+        background.BACKGROUND._writer.kill()  # while it has nothing to do
+        background.BACKGROUND._writer.wait()
+
+
+def test_a_handler_of_a_signal_does_not_save_within_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would write to the same memory; after the save it may, and it may load."""
+    put, said = saves._Save._put, list[str]()
+    there = sf.checkpoint.save(tmp_path / "step-0", {"x": torch.zeros(1000)})
+
+    def handler(*_: object) -> None:
+        with pytest.raises(sf.ShardError) as error:
+            sf.checkpoint.save(tmp_path / "step-2", {"x": torch.full((1000,), 2.0)}, async_=True)
+        said.append(str(error.value))
+        sf.checkpoint.load(there, {"x": torch.empty(1000)})
+
+    def interrupted(self: Any, sink: Any) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        put(self, sink)
+        signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(saves._Save, "_put", interrupted)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        path = sf.checkpoint.save(tmp_path / "step-1", {"x": torch.ones(1000)}, async_=True).wait()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        monkeypatch.undo()
+    assert len(said) == 2 and all("in the middle of a save, as when a signal's handler saves" in x for x in said)
+    assert sf.checkpoint.load(path, {"x": torch.empty(1000)})["x"].eq(1).all()
+    sf.checkpoint.verify(sf.checkpoint.save(tmp_path / "step-2", {"x": torch.ones(3)}, async_=True).wait())
+
+
+def test_memory_that_inference_mode_took_serves_later_saves(tmp_path: Path) -> None:
+    x = {"x": torch.arange(background.BACKGROUND.memory.bytes.numel() + 10, dtype=torch.uint8)}
+    with torch.inference_mode():
+        sf.checkpoint.save(tmp_path / "step-1", x, async_=True).wait()
+    path = sf.checkpoint.save(tmp_path / "step-2", x, async_=True).wait()
+    assert sf.checkpoint.load(path, {"x": torch.empty_like(x["x"])})["x"].equal(x["x"])
+
+
+_LITTLE = """
+import sys, torch, shardfn as sf
+mesh = sf.make_mesh("cpu", fsdp=2)
+params = sf.shard(torch.nn.Linear(4, 1, bias=False), mesh, sf.Policy(rules={"weight": "a@fsdp b"}), src=0)
+sf.checkpoint.save(sys.argv[1], {"p": params, "x": torch.ones(3)}, async_=True)
+"""
+
+
+def test_the_end_of_a_rank_that_writes_nothing_waits_too(tmp_path: Path) -> None:
+    """It answers the others, which commit."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    env = os.environ | {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    command = [sys.executable, "-c", _LITTLE, str(tmp_path / "step-1")]
+    ranks = [
+        subprocess.Popen(command, env=env | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=100)[1].decode() for rank in ranks]
+    assert not any("another rank has ended" in text for text in said), said
+    sf.checkpoint.verify(tmp_path / "step-1")
 
 
 _SCRIPT = """

@@ -16,6 +16,7 @@ from torch import nn
 
 import shardfn as sf
 from shardfn.checkpoint import commits
+from shardfn.checkpoint.background import BACKGROUND
 from shardfn.testing import run
 
 
@@ -173,6 +174,7 @@ def test_two_jobs_that_save_to_one_path_do_not_touch_each_others_files(
     def between(self: Any, *args: Any) -> None:
         if not started:
             started.append(1)
+            vars(BACKGROUND).update(_is_saving=False)  # which another process would not know
             sf.checkpoint.save(target, {"x": torch.full((3,), 2.0)})
         finish(self, *args)
 
@@ -190,6 +192,7 @@ def test_two_jobs_that_replace_one_checkpoint(tmp_path: Path, monkeypatch: pytes
     def between(self: Any, *args: Any) -> None:
         if not started:
             started.append(1)
+            vars(BACKGROUND).update(_is_saving=False)
             sf.checkpoint.save(target, {"x": torch.full((3,), 2.0)}, overwrite=True)
         finish(self, *args)
 

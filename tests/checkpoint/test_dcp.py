@@ -1,6 +1,7 @@
 """Our checkpoints behind torch.distributed.checkpoint, and its directories."""
 
 import gc
+import inspect
 import os
 import pickle
 import random
@@ -29,7 +30,7 @@ from shardfn.checkpoint import dcp
 from shardfn.checkpoint.__main__ import main
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.fsdp2 import fully_shard
-from shardfn.testing import on_meshes
+from shardfn.testing import on_meshes, run_raises
 
 
 @pytest.fixture(autouse=True)
@@ -230,6 +231,19 @@ def test_torchs_directories_that_were_changed(tmp_path: Path, count: int) -> Non
         assert not ran, (number, ran)
         path.write_bytes(files[path])
     assert outcomes["error"] > 0.3 * count, outcomes
+
+
+def _without_collectives(path: str) -> None:
+    sf.make_mesh("cpu", fsdp=2)
+    writer = sf.checkpoint.StorageWriter(path)
+    state_dict_saver.save({"x": torch.ones(2)}, storage_writer=writer, use_collectives=False)
+
+
+def test_one_manifest_is_not_written_by_each_rank(tmp_path: Path) -> None:
+    if "use_collectives" not in inspect.signature(state_dict_saver.save).parameters:
+        pytest.skip("this torch always has them")
+    match = "StorageWriter: one manifest is of all ranks; leave out use_collectives=False"
+    run_raises(Exception, _without_collectives, str(tmp_path / "step-1"), match=match, ranks=2)
 
 
 def test_a_save_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:

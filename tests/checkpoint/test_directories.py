@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import shardfn as sf
 from shardfn._torch import pytree, unwrap_locals
-from shardfn.checkpoint import storages
+from shardfn.checkpoint import directories, storages
 from shardfn.checkpoint.__main__ import main
 from shardfn.checkpoint.block_writer import BLOCK
 from shardfn.checkpoint.hashed_files import HashingSink, hash_of
@@ -248,11 +248,128 @@ def test_what_is_missing_or_of_another_dtype_when_that_is_asked_for(tmp_path: Pa
         with pytest.raises(sf.ShardError, match="nothing that was asked for is in it"):
             sf.checkpoint.load(path, other, missing="ignore", unexpected="ignore")
     params = _one(5)
-    read = sf.checkpoint.load(path, like | {"p": params}, missing="ignore", cast=True)
+    report = (
+        r"ignored, of '.*step-1': 'b' is not in it; 'c' is not in it; 'p.weight' is not in it \(and 1 more of 'p'\)$"
+    )
+    with pytest.warns(UserWarning, match=report):
+        read = sf.checkpoint.load(path, like | {"p": params}, missing="ignore", cast=True)
     assert sf.gather(read["p"])["bias"].equal(sf.gather(params)["bias"])
     assert read["a"].equal(whole.float()) and read["b"].equal(like["b"]) and read["c"] == 5
     with pytest.raises(sf.ShardError, match=r"'n' is .* torch.int64, wanted .* torch.int32"):
         sf.checkpoint.load(path, like | {"n": torch.zeros(2, dtype=torch.int32)}, missing="ignore", cast=True)
+
+
+def test_what_is_ignored_is_told_and_what_is_ignored_for_no_reason_is_an_error(tmp_path: Path) -> None:
+    tree = {
+        "a": {"x": torch.ones(2), "y": torch.ones(2)},
+        "b": torch.ones(2),
+        "each": sf.checkpoint.PerRank(torch.ones(2)),
+    }
+    path = sf.checkpoint.save(tmp_path / "step-1", tree)
+    for other in ({"a": ..., "b": torch.zeros(2), "each": ...}, {"b": torch.zeros(2)}):  # nothing to tell
+        assert sf.checkpoint.load(path, other, unexpected="error" if "a" in other else "ignore")["b"].equal(
+            torch.ones(2)
+        )
+    with pytest.warns(UserWarning, match=r"ignored, of '.*': 'a.y' is in it and was not asked for$"):
+        sf.checkpoint.load(path, {"a": {"x": torch.zeros(2)}}, unexpected="ignore")
+    for wrong in ({"missing": "raise"}, {"unexpected": True}):
+        with pytest.raises(ValueError, match="missing= and unexpected= are 'error' or 'ignore', not"):
+            sf.checkpoint.load(path, tree, **untyped(wrong))
+    with pytest.raises(sf.ShardError, match="whole= has 'aa', which is no top of it"):
+        sf.checkpoint.load(path, tree, whole=("a", "aa"))
+    with pytest.raises(sf.ShardError, match=r"'a~1x' is not in it.* \(~1 is a dot in a key: nest dicts instead\)"):
+        sf.checkpoint.load(path, {"a.x": torch.zeros(2)}, missing="error", unexpected="ignore")
+    one = sf.checkpoint.save(tmp_path / "step-2", torch.ones(2))
+    with pytest.raises(sf.ShardError, match="'' is not in it"):
+        sf.checkpoint.load(one, sf.checkpoint.PerRank(torch.zeros(2)), unexpected="ignore")
+
+
+@on_meshes({"fsdp": 2})
+def test_what_was_not_tied_is_tied_only_if_it_is_the_same(mesh: DeviceMesh) -> None:
+    def model(tied: bool, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        both = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        both[1].weight = both[0].weight if tied else both[1].weight
+        return both
+
+    with folder() as at:
+        apart, same = model(False, 0), model(False, 1)
+        untyped(same)[1].load_state_dict(untyped(same)[0].state_dict())
+        for number, other in enumerate((apart, same)):
+            sf.checkpoint.save(at / f"step-{number}", {"p": sf.shard(other, mesh, sf.Policy())})
+        like = {"p": sf.shard(model(True, 2), mesh, sf.Policy())}
+        with pytest.raises(
+            sf.ShardError, match=r"'p.0.weight', 'p.1.weight'\] are tied here, and there they have different"
+        ):
+            sf.checkpoint.load(at / "step-0", like)
+        read = sf.gather(sf.checkpoint.load(at / "step-1", like)["p"])
+        assert read["0.weight"].equal(untyped(same)[0].weight)
+        part = sf.checkpoint.save(at / "step-2", {"p": {"1": {"weight": torch.full((3, 3), 7.0)}}}, mesh)
+        with warnings.catch_warnings(action="ignore"):
+            read = sf.gather(sf.checkpoint.load(part, like, missing="ignore")["p"])
+        assert read["0.weight"].eq(7).all() and read["0.bias"].equal(sf.gather(like["p"])["0.bias"])
+
+
+def test_of_one_step_the_name_that_a_trainer_gives_comes_first(tmp_path: Path) -> None:
+    names = [f"step-{3:0{n}d}" for n in (1, 8, 3, 12)]
+    for name in names:
+        sf.checkpoint.save(tmp_path / name, {"x": torch.ones(1)})
+    assert directories.steps(tmp_path)[0].name == "step-00000003" == untyped(sf.checkpoint.latest(tmp_path)).name
+    directories.prune(tmp_path, 3, keep=1)
+    assert [x.name for x in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_a_directory_that_cannot_be_read_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    assert sf.checkpoint.latest(tmp_path) is None is sf.checkpoint.latest(tmp_path / "new")
+    monkeypatch.setattr(os, "listdir", denied)
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(PermissionError):
+        sf.checkpoint.latest(tmp_path)
+
+
+def test_places_that_no_directory_can_be_renamed_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = {"x": torch.ones(1)}
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "not there")
+    for target in (tmp_path / "link", tmp_path / "nowhere"):
+        with pytest.raises(
+            sf.ShardError, match="is a link, or where this process is; give the name of a new directory"
+        ):
+            sf.checkpoint.save(target, x)
+    monkeypatch.chdir(tmp_path / "empty")
+    for here in (".", "", tmp_path / "empty"):
+        with pytest.raises(sf.ShardError, match="is a link, or where this process is"):
+            sf.checkpoint.save(here, x)
+    sf.checkpoint.save("step-1", x)
+    (tmp_path / "latest").symlink_to(tmp_path / "empty" / "step-1")
+    sf.checkpoint.save(tmp_path / "latest", {"x": torch.zeros(1)}, overwrite=True)
+    assert sf.checkpoint.load("step-1", x)["x"].item() == 0
+
+
+def test_ranks_without_a_process_group_do_not_save_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one may, once the others are done."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        if rank == "0":
+            sf.checkpoint.save(tmp_path / "step-0", {"x": torch.ones(1)})
+            continue
+        with pytest.raises(sf.ShardError, match="RANK says that there are others, and no process group"):
+            sf.checkpoint.save(tmp_path / "step-1", {"x": torch.ones(1)})
+
+
+def test_notes_whose_keys_are_one_in_json_are_refused(tmp_path: Path) -> None:
+    for notes in ({1: 2, "1": 3}, {"a": {None: 1, "null": 2}}):
+        with pytest.raises(TypeError, match="two keys that are one text"):
+            sf.checkpoint.save(tmp_path / "step-1", {}, notes=untyped(notes))
+    fine = {"a": (1, 2.5, float("inf")), "ü": None, "1": True}
+    path = sf.checkpoint.save(tmp_path / "step-1", {}, notes=fine)
+    assert sf.checkpoint.notes(path) == fine | {"a": [1, 2.5, float("inf")]}
 
 
 def test_names_are_the_keys_on_the_way(tmp_path: Path) -> None:
@@ -275,7 +392,7 @@ def _of_each_rank(path: str, saved: int) -> None:
         with pytest.raises(sf.ShardError, match=rf"'a' of each rank is of {saved} ranks, and {mesh.size()} are here"):
             sf.checkpoint.load(path, like, mesh)
         like["a"] = ...
-    read = sf.checkpoint.load(path, like, mesh, unexpected="error" if saved == mesh.size() else "ignore")
+    read = sf.checkpoint.load(path, like, mesh)
     assert read["b"].tolist() == [0] and (saved != mesh.size() or read["a"].tensor.equal(mine["a"].tensor))
 
 

@@ -948,6 +948,10 @@ def test_a_scaler_keeps_small_gradients_of_float16_and_goes_into_checkpoints(tmp
     assert _scaled_trainer(mesh, 1.0, policy=low, ema=None).scaler is not None
     off = torch.amp.GradScaler("cpu", enabled=False)
     assert sf.Trainer(nn.Linear(2, 2), mesh, scaler=off).scaler is None
+    trainer.save(tmp_path, scaler=trainer.scaler)
+    for action in (trainer.save, trainer.load):
+        with pytest.raises(sf.ShardError, match="scaler= is not that of Trainer"):
+            action(tmp_path, scaler=torch.amp.GradScaler("cpu"))
 
 
 def test_callbacks_see_every_step() -> None:
@@ -1321,6 +1325,27 @@ def test_what_each_rank_draws_goes_on_where_it_was(tmp_path: Path) -> None:
     at_once = run(_goes_on, str(tmp_path / "a"), 4, ranks=2)[0]
     parts = [run(_goes_on, str(tmp_path / "b"), 2, ranks=2)[0] for _ in range(2)]
     assert at_once == parts[0] + parts[1] and len(set(at_once)) == 4
+
+
+def test_a_file_too_many_is_an_error_and_no_reason_to_go_back(tmp_path: Path) -> None:
+    trainer = _scaled_trainer(sf.make_mesh("cpu", fsdp=1), None)
+    for name in ("step-00000001", "step-00000002"):
+        trainer.step(torch.ones(4, 4))
+        assert trainer.save(tmp_path).name == name
+    (tmp_path / name / "notes.txt").write_text("lr was too high")
+    with pytest.raises(sf.ShardError, match=r"notes.txt' is no part of it; take it away"):
+        trainer.load(tmp_path)
+
+
+def test_a_buffer_that_the_trainer_has_not_is_told(tmp_path: Path) -> None:
+    def trainer(value: Tensor | None) -> sf.Trainer:
+        model = nn.Linear(2, 2)
+        model.register_buffer("amax", value)
+        return sf.Trainer(model, sf.make_mesh("cpu", fsdp=1))
+
+    trainer(torch.ones(1)).save(tmp_path)
+    with pytest.warns(UserWarning, match="ignored, of '.*': 'buffers.amax' is in it and was not asked for"):
+        trainer(None).load(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path: Path) -> None:

@@ -197,8 +197,7 @@ def _by_name(
 ) -> dict[str, Any]:
     """A state dict with ids for keys as one with names, whole or sharded."""
     names = _names(model)
-    unknown = [index for index, p in enumerate(params) if id(p) not in names]
-    if unknown:
+    if unknown := [index for index, p in enumerate(params) if id(p) not in names]:
         why = f"{len(unknown)} of the optimizer's parameters are not the model's, the first is number {unknown[0]}"
         raise ShardError(f"optimizer states: {why}; make the optimizer from the wrapped model's parameters()")
     key_to_name: dict[Any, str] = {index: names[id(p)] for index, p in enumerate(params)}
@@ -240,8 +239,7 @@ def _to_load(
     names = _names(model)
     parameters = {clean_tensor_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
     ids: dict[int, Any] = {id(p): names[id(p)] if named else index for index, p in enumerate(params)}
-    unknown = [key for key in state["state"] if isinstance(key, str) and key not in parameters]
-    if unknown:
+    if unknown := [key for key in state["state"] if isinstance(key, str) and key not in parameters]:
         why = f"optimizer states: {len(unknown)} names are not in the model"
         raise ShardError(f"{why}, the first is {unknown[0]!r}{did_you_mean(unknown[0], parameters)}")
     states: dict[Any, Any] = {}
