@@ -135,7 +135,7 @@ def _wanted(path: str, manifest: Manifest, like: Any, how: tuple[str, str, bool]
     """What is to be read: it is there with its shape and dtype, and nothing else is, as far as that is asked for."""
     wanted = wanted_by(like)
     missing, unexpected, cast = how
-    others, left_out, problems, ignored = list[str](), list[str](), list[str](), list[str]()
+    problems, ignored = list[str](), list[str]()
     said = {"error": problems, "ignore": ignored}
     if odd := {missing, unexpected} - said.keys():
         raise ValueError(f"checkpoint.load: missing= and unexpected= are 'error' or 'ignore', not {min(odd)!r}")
@@ -151,12 +151,7 @@ def _wanted(path: str, manifest: Manifest, like: Any, how: tuple[str, str, bool]
     problems += [f"'{name}' of each rank is of {ranks[name]} ranks, and {here} are here" for name in misfits]
     asked = [*wanted.leaves, *wanted.skipped, *wanted.each]
     tops = {*map(top_of, asked), *(like if isinstance(like, Mapping) else ())}
-    for name in sorted(x for x in manifest.leaves if x not in wanted.leaves and _base(x) not in wanted.each):
-        skipped = any(is_in(name, part) or part in (name, _base(name)) for part in wanted.skipped)
-        if top_of(name) in whole or (unexpected == "error" and not skipped):
-            others.append(name)
-        elif not skipped and top_of(name) in tops:
-            left_out.append(name)
+    others, left_out = _not_asked_for(manifest, wanted, unexpected == "error", whole)
     if missing == "ignore" and wanted.leaves and wanted.leaves.keys().isdisjoint(manifest.leaves):
         problems.append("nothing that was asked for is in it")
     hint = did_you_mean(lacking[0], manifest.leaves.keys() - wanted.leaves.keys()) if lacking else ""
@@ -165,10 +160,20 @@ def _wanted(path: str, manifest: Manifest, like: Any, how: tuple[str, str, bool]
     problems += _by_tops(others, asked, "is in it and was not asked for")
     problems += [f"whole= has '{x}', which is no top of it" for x in whole if x not in map(top_of, manifest.leaves)]
     raise_problems(f"checkpoint.load: '{path}' does not fit", problems, _LINES, _INSTEAD)
-    ignored += _by_tops(left_out, asked, "is in it and was not asked for")
+    ignored += _by_tops([x for x in left_out if top_of(x) in tops], asked, "is in it and was not asked for")
     if ignored and is_first():
         warnings.warn(f"checkpoint.load: ignored, of '{path}': {'; '.join(ignored)[:1000]}", stacklevel=4)
     return wanted
+
+
+def _not_asked_for(
+    manifest: Manifest, wanted: Wanted, strict: bool, whole: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """The names of what else a checkpoint has: of what is an error, and of what is left out."""
+    names = sorted(x for x in manifest.leaves if x not in wanted.leaves and _base(x) not in wanted.each)
+    skipped = {x for x in names if any(is_in(x, part) or part in (x, _base(x)) for part in wanted.skipped)}
+    wrong = [x for x in names if top_of(x) in whole or (strict and x not in skipped)]
+    return wrong, sorted({*names} - skipped - {*wrong})
 
 
 def _by_tops(names: Sequence[str], others: Sequence[str], what: str, hint: str = "") -> Iterator[str]:

@@ -237,12 +237,13 @@ def restored(manifest: Manifest, reader: VerifiedReader, name: str, like: Any) -
     if isinstance(like, Params):
         grid, new = grid_of(like.mesh, like.plan.roles.storage), _emptied(like)
         for names, layout in _parameters(name, like):
-            stored = {manifest.leaves[each].parts: each for each in reversed(names) if each in manifest.leaves}
+            stored = [each for each in names if each in manifest.leaves]
+            apart = [x for x in stored[1:] if manifest.leaves[x].parts != manifest.leaves[stored[0]].parts]
             for leaf in layout.leaves:
                 local, values = unwrap_local(new[leaf.name]), set[str]()
-                for each in stored.values():  # of tied parameters one, unless they were not tied then
+                for each in (*apart, *stored[:1]):  # of tied parameters one, unless they were not tied then
                     fill(layout, leaf, grid, local, partial(read, each))
-                    values |= {hash_of(local)} if len(stored) > 1 else set()
+                    values |= {hash_of(local)} if apart else set()
                 if len(values) > 1:
                     raise ShardError(f"checkpoint: {[*names]} are tied here, and there they have different values")
                 if not stored:

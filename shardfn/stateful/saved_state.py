@@ -125,7 +125,7 @@ def _random_states(device: torch.device) -> list[Tensor]:
         [*numbers, spare is not None, spare or 0.0],
         [*of_numpy["state"]["key"], of_numpy["state"]["pos"], of_numpy["has_gauss"], of_numpy["gauss"]],
     )
-    return [*random_states(device), *(torch.tensor(x, dtype=torch.float64) for x in own)]
+    return [*random_states(device), *(torch.tensor(x, dtype=torch.float64, device="cpu") for x in own)]
 
 
 def _set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:

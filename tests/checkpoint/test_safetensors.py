@@ -691,3 +691,17 @@ def without_the_library(path: Path) -> None:
 def test_without_the_library_the_error_names_the_extra(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     run(without_the_library, tmp_path, ranks=1)
+
+
+def test_files_have_their_names_on_the_disk_and_are_written_in_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever device is the default."""
+    seen: list[list[str]] = []
+    model = nn.Linear(3, 3)
+    params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+    monkeypatch.setattr(tensor_files, "sync", lambda at: seen.append(sorted(x.name for x in at.iterdir())))
+    with torch.device("meta"):
+        sf.checkpoint.save_safetensors(tmp_path, model, params)
+    assert seen == [["model.safetensors"]]
+    assert load_file(tmp_path / "model.safetensors")["weight"].equal(model.weight)
