@@ -162,7 +162,7 @@ def _wanted(path: str, manifest: Manifest, like: Any, how: tuple[str, str, bool]
     raise_problems(f"checkpoint.load: '{path}' does not fit", problems, _LINES, _INSTEAD)
     ignored += _by_tops([x for x in left_out if top_of(x) in tops], asked, "is in it and was not asked for")
     if ignored and is_first():
-        warnings.warn(f"checkpoint.load: ignored, of '{path}': {'; '.join(ignored)[:1000]}", stacklevel=4)
+        warnings.warn(f"checkpoint.load: ignored, of '{path}': {'; '.join(ignored)[:1000]}", stacklevel=3)
     return wanted
 
 
