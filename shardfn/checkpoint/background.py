@@ -177,7 +177,11 @@ class Background:
 
     @contextmanager
     def alone(self, within: bool = False) -> Iterator[None]:
-        """No other thread is here, nor a handler of a signal, which would share the memory; `within` what is alone."""
+        """No other thread is here, nor a handler of a signal, which would share the memory.
+
+        Args:
+            within: whether it may be within another such `with` of this thread.
+        """
         with self._lock:
             if (was := self._is_saving) and not within:
                 why = "this thread is in the middle of a save, as when a signal's handler saves"

@@ -100,9 +100,7 @@ def save_and(
         if not isinstance(path, str | os.PathLike | Storage):
             raise TypeError(f"checkpoint.save: the path is a {type(path).__name__}; write save(path, tree)")
         if mesh is None and os.environ.get("RANK", "0") != "0":  # the first may save alone, as at its end
-            raise ShardError(
-                "checkpoint.save: RANK says that there are others, and no process group; call sf.make_mesh"
-            )
+            raise ShardError("checkpoint.save: RANK says that there are others, and no group does; call sf.make_mesh")
     place = path if isinstance(path, Storage) else Path(path)
     one = _Save(*_agreed(place, tree, mesh, notes, [f"async_={async_}"], overwrite), then)
     over_mesh = partial(_exchanged, mesh)
@@ -280,7 +278,7 @@ def _exchanged(mesh: DeviceMesh | None, work: Callable[[], Any]) -> list[Any]:
     """What that gives on every rank, on the first one; all raise if it fails on one."""
     with together(mesh, "checkpoint.save"):
         result = work()
-    return [result] if mesh is None or result is None else gather_objects(mesh, result)  # None is it on all ranks
+    return [result] if mesh is None or result is None else gather_objects(mesh, result)  # all are None
 
 
 def of_first(value: Any) -> Any:

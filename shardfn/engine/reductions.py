@@ -125,9 +125,8 @@ class Reductions:
     def _land(self) -> None:
         names, collective = self._in_flight.popleft()
         shards = collective.finish()
-        if twice := [
-            (name, shard) for name, shard in zip(names, shards, strict=True) if name in self._found
-        ]:  # gathered several times: gradients add up
+        twice = [(name, shard) for name, shard in zip(names, shards, strict=True) if name in self._found]
+        if twice:  # gathered several times: gradients add up
             foreach("add_")([self._found[name] for name, _ in twice], [shard for _, shard in twice])
         self._found |= {name: shard for name, shard in zip(names, shards, strict=True) if name not in self._found}
 
