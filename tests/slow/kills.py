@@ -215,6 +215,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so many")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # ranks are forked, and a pool of threads that has begun does not go on in them
     outcomes = kills(options.count, options.seed, options.seconds)
     print(dict(outcomes))
     return 0 if set(outcomes) <= {"ended"} else 1

@@ -1,5 +1,6 @@
 """Rows of `faults/faults.py`, of shardfn alone: in a process of its own, which forks."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ def _survived(rows: str) -> str:
     """What is said at the end of these rows."""
     script = Path(__file__).parent / "faults" / "faults.py"
     command = [sys.executable, str(script), "--only", "shardfn", "--rows", rows]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # as `make faults` has it
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(line for line in done.stdout.splitlines() if line.startswith("shardfn: survived"))
 

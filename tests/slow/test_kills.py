@@ -1,6 +1,7 @@
 """Some of the kills of `kills.py`: in a process of its own, which forks."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 
 def _kill(*options: str) -> dict[str, int]:
     script = Path(__file__).with_name("kills.py")
-    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, check=False)
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # as in a shell
+    command = [sys.executable, str(script), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return ast.literal_eval(done.stdout.splitlines()[-1])
 

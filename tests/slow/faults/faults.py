@@ -132,6 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--brief", action="store_true", help="only the table, not what was seen")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # ranks are forked, and a pool of threads that has begun does not go on in them
     columns: list[Contender] = []
     for contender in contenders():
         if options.only is None or contender.name in options.only:
