@@ -24,6 +24,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -215,6 +216,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so many")
     options = parser.parse_args()
+    warnings.filterwarnings("ignore", "checkpoint.load: ignored")  # which is asked for
     torch.set_num_threads(1)  # ranks are forked, and a pool of threads that has begun does not go on in them
     outcomes = kills(options.count, options.seed, options.seconds)
     print(dict(outcomes))
