@@ -3,10 +3,12 @@
 import importlib
 import json
 import os
+import random
 import re
 import resource
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from damage import changed
 from drawing import assert_same_bits, untyped
 from families import FAMILIES, Family
 from ranks import folder
@@ -705,3 +708,31 @@ def test_files_have_their_names_on_the_disk_and_are_written_in_host_memory(
         sf.checkpoint.save_safetensors(tmp_path, model, params)
     assert seen == [["model.safetensors"]]
     assert load_file(tmp_path / "model.safetensors")["weight"].equal(model.weight)
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=(pytest.mark.slow, pytest.mark.timeout(600)))])
+def test_headers_and_indices_that_were_changed(tmp_path: Path, count: int) -> None:
+    """An error that says so, or the weights as they were; numbers themselves have no hashes in this format."""
+    model, mesh = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5, dtype=torch.float64)), sf.make_mesh("cpu", fsdp=1)
+    params = sf.shard(model, mesh, sf.Policy())
+    wanted, good = (
+        sf.gather(params),
+        sf.checkpoint.save_safetensors(tmp_path / "good", model, params, max_shard_size=90),
+    )
+    draw, outcomes = random.Random(count), Counter[str]()
+    assert len([*good.iterdir()]) == 4
+    for number in range(count):
+        path = tmp_path / "changed"
+        shutil.copytree(good, path)
+        file = draw.choice(sorted(path.iterdir()))
+        data = file.read_bytes()
+        front = len(data) if file.suffix == ".json" else 8 + int.from_bytes(data[:8], "little")
+        file.write_bytes(changed(bytearray(data[:front]), draw) + data[front:])
+        try:
+            read = sf.gather(sf.checkpoint.load_safetensors(path, model, mesh, sf.Policy()))
+            outcomes["read"] += 1
+            assert all(x.equal(wanted[name]) for name, x in read.items()), f"change {number} went unnoticed"
+        except (sf.ShardError, FileNotFoundError):
+            outcomes["error"] += 1
+        shutil.rmtree(path)
+    assert outcomes["error"] > 0.5 * count, outcomes
