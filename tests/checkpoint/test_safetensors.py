@@ -710,8 +710,8 @@ def test_files_have_their_names_on_the_disk_and_are_written_in_host_memory(
     assert load_file(tmp_path / "model.safetensors")["weight"].equal(model.weight)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=(pytest.mark.slow, pytest.mark.timeout(600)))])
-def test_headers_and_indices_that_were_changed(tmp_path: Path, count: int) -> None:
+@pytest.mark.timeout(600)
+def test_headers_and_indices_that_were_changed(tmp_path: Path) -> None:
     """An error that says so, or the weights as they were; numbers themselves have no hashes in this format."""
     model, mesh = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5, dtype=torch.float64)), sf.make_mesh("cpu", fsdp=1)
     params = sf.shard(model, mesh, sf.Policy())
@@ -719,7 +719,7 @@ def test_headers_and_indices_that_were_changed(tmp_path: Path, count: int) -> No
         sf.gather(params),
         sf.checkpoint.save_safetensors(tmp_path / "good", model, params, max_shard_size=90),
     )
-    draw, outcomes = random.Random(count), Counter[str]()
+    draw, outcomes, count = random.Random(0), Counter[str](), 10_000
     assert len([*good.iterdir()]) == 4
     for number in range(count):
         path = tmp_path / "changed"
