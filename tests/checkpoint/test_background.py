@@ -1,5 +1,6 @@
 """Saves that go on in the background: what they have, and that their failures are heard of."""
 
+import json
 import os
 import resource
 import signal
@@ -223,6 +224,17 @@ def test_the_end_of_a_process_waits_for_it(tmp_path: Path, how: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     assert (done.returncode, (tmp_path / "step-1").exists()) == ((0, True) if how == "end" else (1, False)), done.stderr
     assert how == "end" or "in the background failed: the process that writes has ended" in done.stderr
+
+
+def test_the_writer_ends_in_silence_when_nobody_hears_it(tmp_path: Path) -> None:
+    """As when the process that began it was killed."""
+    background.BACKGROUND.memory.fit(10)
+    descriptor = background.BACKGROUND.memory.descriptor
+    script, pipe = [sys.executable, "-I", "-S", block_writer.__file__, str(descriptor)], subprocess.PIPE
+    writer: Any = subprocess.Popen(script, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=(descriptor,))
+    writer.stdout.close()
+    _, said = writer.communicate(json.dumps({"path": str(tmp_path / "x"), "size": 10}).encode() + b"\n", timeout=60)
+    assert (writer.returncode, said) == (0, b"") and (tmp_path / "x").stat().st_size == 10
 
 
 def test_memory_grows(tmp_path: Path) -> None:

@@ -177,3 +177,11 @@ def test_a_function_of_none_of_the_leaves_is_refused(mesh: DeviceMesh) -> None:
     assert slope != 0
     out, pull = sf.vjp(lambda x, p: sf.jvp(lambda x: model(x), (x,), (x,))[1], x, p)
     assert pull(torch.ones_like(out))[1]["weight"].full_tensor().abs().sum() == 0  # a part of it depends on x
+
+
+def test_primals_and_tangents_are_tuples() -> None:
+    x = torch.ones(2)
+    with pytest.raises(TypeError, match=r"jvp: primals and tangents are tuples, one entry an argument, not list"):
+        sf.jvp(torch.sin, (x,), [x])
+    with pytest.raises(TypeError, match=r"hvp: primals are the tuple \(params, \*batch\), .*, not Tensor"):
+        sf.hvp(torch.sum, x, x)

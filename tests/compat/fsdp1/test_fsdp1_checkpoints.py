@@ -316,3 +316,14 @@ def test_a_checkpoint_of_other_ranks(before: int, after: int, tmp_path: Any) -> 
     wanted = run(_onto, str(tmp_path), True, ranks=before)[0]
     found = run(_onto, str(tmp_path), False, ranks=after)[0]
     assert_trees_close(found, wanted, rtol=0, atol=0)
+
+
+def _of_another_model() -> None:
+    model = FSDP(nn.Linear(4, 4), device_id="cpu", use_orig_params=True)
+    optimizer = torch.optim.SGD([*model.parameters(), *nn.Linear(2, 2).parameters()], lr=0.1)
+    with pytest.raises(Exception, match=r"2 of the optimizer's parameters are not the model's, the first is number 2"):
+        FSDP.optim_state_dict(model, optimizer)
+
+
+def test_an_optimizer_that_has_more_than_the_model() -> None:
+    run(_of_another_model, ranks=2)
