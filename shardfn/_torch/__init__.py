@@ -21,7 +21,8 @@ from shardfn._torch.dispatch import outside_dispatch, outside_functions, outside
 from shardfn._torch.checkpoint_files import checkpoint_metadata, read_checkpoint_metadata
 from shardfn._torch.groups import COMPILES_EXCHANGES, HashStore, all_gather_single, all_to_all_single, close_connections
 from shardfn._torch.groups import apart_from, default_store, exchanging, gather_bytes, gathering, group_named, group_of
-from shardfn._torch.groups import is_of_peers
+from shardfn._torch.groups import close_all_connections, has_store, interrupt, is_of_peers, last_calls
+from shardfn._torch.groups import numbers_of_calls, other_client, timeout_of
 from shardfn._torch.groups import reduce_scatter_single, scattering_sum, summing, waited
 from shardfn._torch.memory import address_of, base_of, chunk_cat, copy_each, foreach, fused, holds_data
 from shardfn._torch.memory import set_storage, storage_key, storage_uses, tensor_over, wraps

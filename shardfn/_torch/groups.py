@@ -1,5 +1,7 @@
 """Process groups: their collectives under one name in every torch, also as operations of a graph."""
 
+import ctypes
+import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,7 +26,9 @@ HashStore: Callable[[], Any] = dist.__dict__["HashStore"]
 COMPILES_EXCHANGES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 _OF_PEERS = re.compile(
-    r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket (is )?closed|not connected|timed out", re.I
+    r"connection (was )?(reset|closed|refused|aborted)|pair closure|broken pipe|socket (is )?closed|not connected"
+    r"|timed out",
+    re.I,
 )
 
 
@@ -76,6 +80,58 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
 # The process group with a `group_name`.
 group_named: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d.__dict__["_resolve_process_group"]
 _groups_made: dict[tuple[int, ...], int] = {}  # ranks -> how often this process has made a group of them
+
+
+_RECORDED = 32  # calls that are looked at
+
+
+def numbers_of_calls() -> dict[tuple[str, tuple[int, ...]], int]:
+    """How many collectives this process has begun, by the name and the ranks of each process group."""
+    registry, counts = dist.distributed_c10d.__dict__["_world"], dict[tuple[str, tuple[int, ...]], int]()
+    for group, ranks in list(registry.pg_group_ranks.items()):
+        with suppress(RuntimeError, AttributeError):  # the backend does not count; another process's group is no group
+            backends = {id(one): one for one in map(group._get_backend, group._device_types)}.values()
+            counts[group.group_name, tuple(ranks)] = sum(one._get_sequence_number_for_group() for one in backends)
+    return counts
+
+
+def last_calls() -> dict[tuple[str, int], str]:
+    """What this process called last, by the name of a process group and the number of the call: from the recorder."""
+    dump = getattr(dist.distributed_c10d.__dict__["torch"]._C._distributed_c10d, "_dump_fr_trace_json", None)
+    entries = json.loads(dump(True, False)).get("entries", []) if dump is not None else []
+    return {
+        (entry["process_group"][0], entry["collective_seq_id"]): f"{entry['profiling_name']} of {entry['input_sizes']}"
+        for entry in entries[-_RECORDED:]
+        if not entry.get("is_p2p")
+    }
+
+
+def close_all_connections() -> None:
+    """Make every call of every group fail on all its ranks, those that wait in one included."""
+    for group in list(dist.distributed_c10d.__dict__["_world"].pg_map):
+        for device in group._device_types:
+            with suppress(RuntimeError):
+                close_connections(group, group.rank(), device)
+
+
+def other_client(store: Any) -> Any:
+    """The same store through a connection of its own, since a thread that waits keeps others from using one."""
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def has_store() -> bool:
+    """Whether there are other processes, which the store reaches."""
+    return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+
+
+def timeout_of(group: Any) -> timedelta:
+    """For how long a collective of a group waits for other ranks."""
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+def interrupt(thread: int, kind: type[BaseException]) -> None:
+    """Have a thread raise an error of a kind when it runs Python again."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 
 # The key-value store through which the ranks of the default process group met.

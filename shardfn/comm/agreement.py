@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import bytes_of, gather_bytes, is_of_peers, part_of_rank, pytree, simulated
+from shardfn.comm.journal import journal_of, note, raise_explained
 from shardfn.comm.raw_collectives import gather_flat
 from shardfn.layout import Grid, Plan, axes_of, require_member
 from shardfn.notation import ShardError
 
+_SAMPLED_CALLS = 50
 VALUES = "values of"  # how a fact about values begins
 
 
@@ -41,6 +43,7 @@ def agree(mesh: DeviceMesh, plan: Plan | Exception, facts: Sequence[str] = (), v
     if simulated():  # one process, which cannot disagree with itself
         return part_of_rank(torch.initial_seed(), 0)
     where = f"mesh {axes_of(mesh)} on {mesh.device_type} over ranks {mesh.mesh.tolist()}"
+    note(mesh, verb)
     lines = [] if isinstance(plan, Exception) else [plan.digest, where, *facts]
     rows = exchange_numbers(mesh, [digest(lines), problem is not None, torch.initial_seed() - 2**63])
     if len({digest for digest, _, _ in rows}) > 1 or any(failed for _, failed, _ in rows):
@@ -57,6 +60,7 @@ def agree_on(mesh: DeviceMesh, verb: str, facts: Sequence[str], number: int = 0,
     Raises:
         ShardError: two ranks have other facts.
     """
+    note(mesh, verb)
     rows = _numbers(mesh, [digest(facts), number])
     if (rows[:, 0] != rows[0, 0]).any():
         raise ShardError(f"{verb}: ranks differ: {_first_difference(_told(mesh, None, verb, facts))}{instead}")
@@ -77,8 +81,10 @@ def failing_together(mesh: DeviceMesh, verb: str) -> Iterator[None]:
     if simulated() or mesh.size() == 1:
         if problem is not None:
             raise problem
-    elif _numbers(mesh, [problem is not None]).any():
-        _told(mesh, problem, verb)
+    else:
+        note(mesh, verb)
+        if _numbers(mesh, [problem is not None]).any():
+            _told(mesh, problem, verb)
 
 
 @contextmanager
@@ -104,7 +110,7 @@ def _told(mesh: DeviceMesh, problem: Exception | None, verb: str, lines: Sequenc
     Raises:
         ShardError: another rank has a problem; this rank's own problem when it has one.
     """
-    answers = _exchange(mesh, (outcome_of(problem, dist.get_rank()), lines))
+    answers = exchange_objects(mesh, (outcome_of(problem, dist.get_rank()), lines))
     raise_failure(verb, problem, [outcome for outcome, _ in answers])
     return [(rank, lines) for (rank, *_), lines in answers]
 
@@ -137,13 +143,15 @@ def exchange_numbers(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]
 def _numbers(mesh: DeviceMesh, numbers: Sequence[int]) -> Tensor:
     """`[W, n]`: the numbers of all ranks; there may be thousands."""
     rows, order = torch.tensor([[*numbers]], dtype=torch.int64, device=mesh.device_type), mesh.mesh.flatten()
-    groups = _groups(mesh)
-    for group in groups:
-        rows = gather_flat(rows.view(-1), group).view(-1, len(numbers))
+    try:
+        for group in _groups(mesh):
+            rows = gather_flat(rows.view(-1), group).view(-1, len(numbers))
+    except RuntimeError as error:
+        raise_explained(mesh, error)
     return rows.cpu()[order] if mesh.size() == dist.get_world_size() else rows.cpu()
 
 
-def _exchange(mesh: DeviceMesh, value: Any) -> list[Any]:
+def exchange_objects(mesh: DeviceMesh, value: Any) -> list[Any]:
     """The objects of all ranks of the mesh, in mesh order."""
     values = [value]
     for group in _groups(mesh):
@@ -230,13 +238,27 @@ def check_batch(grid: Grid, compute: Sequence[str], batch: Any, problem: str | N
             raise ShardError(f"apply: the inputs differ between ranks along '{axis}'{SAME_SAMPLES}")
 
 
-def _fingerprint(batch: Any) -> int:
-    """A hash of the bytes of every tensor in a batch."""
+def note_batch(grid: Grid, compute: Sequence[str], batch: Any, call: int) -> None:
+    """Write down what the ranks along a compute axis have to have alike, if somebody watches.
+
+    A sample of the values of each call; of those on an accelerator, which has to wait for it, of every 50th.
+    """
+    journal = journal_of(grid.mesh) if compute and not grid.pure else None
+    if journal is not None and (grid.device.type == "cpu" or call % _SAMPLED_CALLS == 0):
+        mark = f"compute with inputs {_fingerprint(batch, most=4096):x}"
+        for axis in compute:
+            journal.note(mark, axis)
+
+
+def _fingerprint(batch: Any, most: int | None = None) -> int:
+    """A hash of the bytes of every tensor in a batch, or of so many of its numbers."""
     hasher = hashlib.blake2b(digest_size=7)
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and not leaf.is_meta and not isinstance(leaf, DTensor):
             hasher.update(repr((tuple(leaf.shape), leaf.dtype)).encode())
-            hasher.update(bytes_of(leaf.cpu()).numpy().tobytes())
+            if most is not None and leaf.numel() > most:
+                leaf = leaf.reshape(-1)[:: leaf.numel() // most]
+            hasher.update(bytes_of(leaf.detach().cpu().contiguous()).numpy().tobytes())
         elif isinstance(leaf, bool | int | float | str | None):
             hasher.update(repr(leaf).encode())
     return int.from_bytes(hasher.digest(), "little")
@@ -263,9 +285,21 @@ def require_same_draws(since: Sequence[Tensor], grid: Grid, axes: Sequence[str])
     Raises:
         ShardError: they were elsewhere on another rank.
     """
-    drawn = not all(map(torch.equal, since, random_states(grid.device)))
+    mark = _mark_of_draws(since, grid)
     what = "apply: the forward draws random numbers (as dropout does), and the state of torch's generator"
-    require_same(what, drawn * _fingerprint(since), grid, axes, instead=SAME_SAMPLES)
+    require_same(what, mark, grid, axes, instead=SAME_SAMPLES)
+
+
+def note_draws(since: Sequence[Tensor], grid: Grid, axes: Sequence[str]) -> None:
+    """The same, written down for who watches."""
+    mark = f"draw random numbers from {_mark_of_draws(since, grid):x}"
+    for axis in axes:
+        note(grid.mesh, mark, axis)
+
+
+def _mark_of_draws(since: Sequence[Tensor], grid: Grid) -> int:
+    drawn = not all(map(torch.equal, since, random_states(grid.device)))
+    return drawn * _fingerprint(since)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn import _torch
+from shardfn.comm.journal import journal_of, raise_explained
 from shardfn.comm.raw_collectives import exchange_flat, gather_flat, scatter_sum_flat, sum_flat_
 from shardfn.context import active_transforms
 from shardfn.layout import MeshSpec, axes_of, is_batch_axis, may_be_differentiated
@@ -129,12 +130,26 @@ _PAIRS = {
 }
 
 
+_SENDS = {kind for kind in _PAIRS if kind not in ("pvary", "into_losses", "shard_slice")}
+
+
+def _moved(kind: str, x: Tensor, mesh: DeviceMesh, axis: str, dims: tuple[Any, ...]) -> Tensor:
+    """What one of `_PAIRS` does, with a note of it in the journal."""
+    if torch.compiler.is_compiling() or kind not in _SENDS or x.is_meta or (kept := journal_of(mesh)) is None:
+        return _PAIRS[kind].move(x, mesh, axis, *dims)
+    kept.note(f"{kind} over '{axis}'", axis)
+    try:
+        return _PAIRS[kind].move(x, mesh, axis, *dims)
+    except RuntimeError as error:
+        raise_explained(mesh, error)
+
+
 class _InGraph(torch.autograd.Function):
     """One of `_PAIRS`, by its name: what a traced graph uses."""
 
     @staticmethod
     def forward(x: Tensor, kind: str, mesh: DeviceMesh, axis: str, dims: tuple[Any, ...]) -> Tensor:
-        return _PAIRS[kind].move(x, mesh, axis, *dims)
+        return _moved(kind, x, mesh, axis, dims)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -197,7 +212,7 @@ class Eager(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kind: str, mesh: DeviceMesh, axis: str, dims: tuple[Any, ...]) -> Tensor:
         ctx.where, ctx.meets = (kind, mesh, axis, dims), _PAIRS[kind].varies or not ctx.needs_input_grad[0]
         ctx.meets = ctx.meets or not is_batch_axis(axis) or active_transforms.is_under_way()  # or by a pvary, later
-        return _PAIRS[kind].move(x, mesh, axis, *dims)
+        return _moved(kind, x, mesh, axis, dims)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -12,6 +12,8 @@ It is one operator, so that whoever counts or traces operations sees the collect
 name of a group, `sum_(x, group.group_name)`.
 """
 
+from collections import Counter
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,6 +22,7 @@ from shardfn._torch import group_named, has_no_memory
 
 _LARGEST = 2**21  # bytes that a rank sends; gloo is as fast above
 _TAG = 2**30  # of messages; others of a group have small ones
+CALLS: Counter[str] = Counter()  # by group, as torch counts collectives
 
 
 def serves(x: Tensor, group: dist.ProcessGroup) -> bool:
@@ -33,6 +36,7 @@ def serves(x: Tensor, group: dist.ProcessGroup) -> bool:
 def _all_reduce_(x: Tensor, name: str) -> None:
     """`sum_`: overwrites a contiguous x with its sum over ranks, added up in rank order, 16-bit floats in float32."""
     group = group_named(name)
+    CALLS[name] += 1
     rows, others = [torch.empty_like(x) for _ in range(group.size())], [*range(group.size())]
     rows[others.pop(group.rank())] = x
     works = [group.recv([rows[rank]], rank, _TAG) for rank in others]

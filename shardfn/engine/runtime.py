@@ -24,6 +24,7 @@ axes again, and torch's own rules and hooks do the rest.
 
 import secrets
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardfn import _torch
+from shardfn import _torch, comm
 from shardfn.comm import AsyncCollective, BucketOnGrid, BufferPool, Buffers, Steps, backend_of, gather_flat, host_of
 from shardfn.engine.reductions import Accumulation
 from shardfn.layout import Grid, Plan, modules_above, part_of
@@ -41,7 +42,7 @@ from shardfn.notation import ShardError
 
 # How long a rank waits for the others to ask for the same unit: as long as NCCL waits for a collective. One rank may
 # have been saving a checkpoint before it comes.
-_PATIENCE = timedelta(minutes=10)
+_PATIENCE, _SLICE = timedelta(minutes=10), timedelta(seconds=1)
 
 
 class Event(NamedTuple):
@@ -85,9 +86,7 @@ class Order:
             self._refuse(f"{mine}, {first}")
         if differs or store.add(f"{key}/count", 1) == len(ranks):
             store.set(f"{key}/go", "")
-        try:
-            store.wait([f"{key}/go"], _PATIENCE)
-        except (RuntimeError, dist.DistError):
+        if not self._comes(store, f"{key}/go"):
             count = store.add(f"{key}/count", 0)
             here = f"{len(ranks) - count} of {len(ranks)} ranks did not come to the same point"
             self._refuse(f"{mine}, {here} within {_PATIENCE.total_seconds():g} s")
@@ -98,9 +97,19 @@ class Order:
                     _torch.close_connections(group, self._grid.coords[axis], self._grid.device)
             raise refusal
 
+    def _comes(self, store: Any, key: str) -> bool:
+        """Wait for a key; in slices, since a run may be over meanwhile."""
+        for _ in range(int(_PATIENCE / _SLICE)):
+            with suppress(RuntimeError, dist.DistError):
+                store.wait([key], _SLICE)
+                return True
+            if (journal := comm.journal_of(self._grid.mesh)) is not None:
+                journal.require_going_on()
+        return False
+
     def explained(self, error: RuntimeError) -> Exception:
         """Why a communication failed: what another rank said before it broke off, or the error itself."""
-        return error if self._alone else (self._refusal() or error)
+        return error if self._alone else (self._refusal() or comm.explained(self._grid.mesh, error))
 
     def _refuse(self, what: str) -> None:
         _torch.default_store().set(f"{self._prefix}/error", what)

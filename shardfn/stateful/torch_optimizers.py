@@ -1,18 +1,20 @@
 """torch optimizers of shards: their steps that would go wrong are refused, and the others counted."""
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardfn._torch import move_to_mesh, seen_by_dynamo, simulated, spec_of
-from shardfn.comm import exchange_numbers, rank_of_part
+from shardfn.comm import exchange_numbers, exchange_objects, rank_of_part
 from shardfn.layout import OWN, REPLACED
 from shardfn.notation import ShardError
 from shardfn.params import is_sum
@@ -29,6 +31,8 @@ def watch_optimizers() -> None:
 
 
 _STATES: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()  # id of what was seen
+_NUMBERS: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()  # in the order of first steps
+_count = itertools.count(1).__next__
 # Trainer -> the first torch optimizer of its parameters that stepped, of those left, whose steps `trainer.steps` counts
 DRIVERS: "weakref.WeakKeyDictionary[Any, weakref.ref[Optimizer] | None]" = weakref.WeakKeyDictionary()
 
@@ -43,10 +47,17 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             trainer.steps += 1
 
 
-def optimizers_of(shards: Iterable[Tensor]) -> list[Optimizer]:
-    """Those that have stepped with some of these, in the order of their first steps."""
+def optimizers_of(shards: Iterable[Tensor], mesh: DeviceMesh) -> list[Optimizer]:
+    """Those that have stepped with some of these, in the order of their first steps, if all ranks still have them.
+
+    When an optimizer goes is a matter of each rank's garbage collector.
+
+    Communication: a small exchange over the mesh.
+    """
     ids = set(map(id, shards))
-    return [one for one in _STATES if any(id(p) in ids for group in one.param_groups for p in group["params"])]
+    alive = [one for one in _NUMBERS if any(id(p) in ids for group in one.param_groups for p in group["params"])]
+    of_ranks = exchange_objects(mesh, [_NUMBERS[one] for one in alive])
+    return [one for one in alive if all(_NUMBERS[one] in numbers for numbers in of_ranks)]
 
 
 def take_shards() -> None:
@@ -80,6 +91,7 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if ours and optimizer not in _STATES:
         _require_groups_of_the_model(optimizer)
     if ours:
+        _NUMBERS[optimizer] = _NUMBERS.get(optimizer) or _count()
         _require_own_states(optimizer, ours)
     if callable(closure):  # whose backward may be the one that reduces
         return args[:1], {"closure": partial(_reduced_by, closure, f"{name}.step", params)}

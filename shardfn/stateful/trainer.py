@@ -9,14 +9,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardfn import _torch, optim
+from shardfn import _torch, optim, watch
 from shardfn._torch import IncompatibleKeys, buffers_of, children_of, parameters_of, pytree, set_tables, unwrap_local
 from shardfn.comm import agree, exchange_numbers, failing_together, require_own_part
 from shardfn.context import having
@@ -58,6 +58,9 @@ class Trainer(nn.Module):
         ema: decay of an exponential moving average of the parameters, kept in `trainer.ema`.
         scaler: a `torch.amp.GradScaler`, for float16: losses are scaled, and a step whose gradients are not finite
             changes nothing but the scale.
+        nonfinite: what a step does whose loss or gradients are not finite, on all ranks if it is so on one: `"raise"`
+            an error that names the ranks, `"skip"` the update, or nothing (None). Either way nothing changes but the
+            buffers; a scaler skips by itself.
         callbacks: each is called after every step with the trainer and what `step` returns.
         compile: compiles the forward of every unit, or says how: `Policy(compile=...)` for a policy without it.
         init: as for `shard`.
@@ -84,6 +87,7 @@ class Trainer(nn.Module):
         clip: float | None = None,
         ema: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        nonfinite: Literal["raise", "skip"] | None = "raise",
         callbacks: Sequence[Callable[["Trainer", dict[str, Any]], object]] = (),
         compile: bool | Mapping[str, Any] = False,
         init: Callable[[Any], Any] | None = None,
@@ -98,6 +102,7 @@ class Trainer(nn.Module):
             raise TypeError(f"Trainer(callbacks=[{odd[0]!r}]): a function of the trainer and what its step returns")
         if params is None:
             mesh = mesh if mesh is not None else make_mesh(fsdp=-1)
+            watch.watch_for(self, mesh)
             params = sharding.shard(model, mesh, _compiling(policy, compile), init=init, src=src)
         else:
             if not isinstance(params, Params):
@@ -108,6 +113,7 @@ class Trainer(nn.Module):
             policy = _compiling(policy if policy is not None else params.plan.policy, compile)
             params = taken_over(model, mesh if mesh is not None else params.mesh, policy, params)
         self.plan, self.mesh = params.plan, params.mesh
+        watch.watch_for(self, self.mesh)
         self.optimizer, self.loss_fn = optimizer, loss_fn
         self.accumulate, self.clip, self.ema_decay = accumulate, clip, ema
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -159,8 +165,12 @@ class Trainer(nn.Module):
         if self._differentiates:
             why = "Trainer.step: loss_fn called the trainer, whose parameters are not those that are differentiated"
             raise ShardError(f"{why}. Use the ones it is given: sf.apply(trainer.module, params, ...)")
-        params = None if self._is_whole else self._held.params(holds_back=lambda unit: not self._syncs)
-        return self._held.run(self.module, params, kwargs.pop("method", None) or "__call__", args, kwargs)
+        method = kwargs.pop("method", None) or "__call__"
+        if self._is_whole:
+            return self._held.run(self.module, None, method, args, kwargs)
+        params = self._held.params(holds_back=lambda unit: not self._syncs)
+        with watch.call(self.mesh, "run the forward"):
+            return self._held.run(self.module, params, method, args, kwargs)
 
     def step(self, *batch: Any) -> dict[str, Any]:
         """One update on this data rank's batch.
@@ -176,6 +186,15 @@ class Trainer(nn.Module):
         if _torch.has_no_memory():
             raise ShardError("Trainer.step: in sf.jit its counts would stand still; write Policy(compile=True) instead")
         optimizer = self._require("optimizer", self.optimizer)
+        with watch.call(self.mesh, f"do step {self.steps}"):
+            out = self._step(optimizer, batch)
+        self.steps += 1
+        self._own_samples += _samples_in(batch)
+        for callback in self.callbacks:
+            callback(self, out)
+        return out
+
+    def _step(self, optimizer: optim.Optimizer, batch: tuple[Any, ...]) -> dict[str, Any]:
         params = self.params
         _require_flags(params)
         self._held.lend(params)
@@ -194,10 +213,6 @@ class Trainer(nn.Module):
         if self.scaler is None or _advance(self.scaler, norm):
             _, self.optimizer_state = optimizer.step(params, grads, self.optimizer_state)
             self._update_ema(params)
-        self.steps += 1
-        self._own_samples += _samples_in(batch)
-        for callback in self.callbacks:
-            callback(self, out)
         return out
 
     def _loss_and_grads(self, params: Params, parts: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Params]:
@@ -224,6 +239,7 @@ class Trainer(nn.Module):
         """
         loss_fn = self._require("loss_fn", self.loss_fn)
         with ExitStack() as modes:
+            modes.enter_context(watch.call(self.mesh, "evaluate"))
             for module in (self, *self.module.modules()):
                 modes.callback(setattr, module, "training", module.training)
             self.eval()
@@ -231,7 +247,7 @@ class Trainer(nn.Module):
             self._held.lend(params)
             with autodiff.explained("Trainer.evaluate"):
                 loss = loss_fn(params, *batch)
-        return {"loss": autodiff.value_of(loss, self.params), "tokens": self._tokens(batch)}
+            return {"loss": autodiff.value_of(loss, self.params), "tokens": self._tokens(batch)}
 
     def save(
         self,
@@ -265,11 +281,12 @@ class Trainer(nn.Module):
 
         Communication: see `sf.checkpoint.save`.
         """
-        counts = exchange_numbers(self.mesh, [self._own_samples])
-        self._samples += sum(count for (count,) in counts) * self._data_ranks // len(counts)
-        self._own_samples = 0
-        what = self._saved(), self._with_scaler(others)
-        return saved_state.save(self.mesh, *what, directory, (keep, keep_every), async_)
+        with watch.call(self.mesh, "save"):
+            counts = exchange_numbers(self.mesh, [self._own_samples])
+            self._samples += sum(count for (count,) in counts) * self._data_ranks // len(counts)
+            self._own_samples = 0
+            what = self._saved(), self._with_scaler(others)
+            return saved_state.save(self.mesh, *what, directory, (keep, keep_every), async_)
 
     def load(self, directory: str | os.PathLike[str], **others: Any) -> Path:
         """Go on from a checkpoint, or from the newest one in a directory; any mesh and policy may have written it.
@@ -287,10 +304,11 @@ class Trainer(nn.Module):
             FileNotFoundError: there is none.
             ShardError: it is of another model or optimizer.
         """
-        found = saved_state.found_in(self.mesh, "Trainer.load", directory)
-        if not found:
-            raise FileNotFoundError(f"Trainer.load: no checkpoint in '{directory}'")
-        return self._go_on(found, others)
+        with watch.call(self.mesh, "load"):
+            found = saved_state.found_in(self.mesh, "Trainer.load", directory)
+            if not found:
+                raise FileNotFoundError(f"Trainer.load: no checkpoint in '{directory}'")
+            return self._go_on(found, others)
 
     def _go_on(self, found: Sequence[Path], others: Mapping[str, Any]) -> Path:
         """Go on from the first of some checkpoints that is not damaged."""

@@ -108,11 +108,14 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
         if call.grid.pure and _torch.simulated():  # or what is made of them would be one tensor, which each rank writes
             args, kwargs = _torch.pytree.tree_map_only(Tensor, _torch.of_each_rank, (args, kwargs))
         # A loop takes the numbers of the first rank; under a `dropout_seed` masks do not depend on torch's.
-        draws = params.compares and not call.loops and stream() is None
+        notes = bool(call.kept.compute) and comm.journal_of(params.mesh) is not None
+        draws = (params.compares or notes) and not call.loops and stream() is None and not call.grid.pure
         since = comm.random_states(call.grid.device) if draws else []
         output = call.run(adjust, args, kwargs)
         if draws:
-            comm.require_same_draws(since, call.grid, params.compares)
+            if params.compares:
+                comm.require_same_draws(since, call.grid, params.compares)
+            comm.note_draws(since, call.grid, call.kept.compute)
         if params.compares and not is_under_way():
             comm.compare_gradients(output, call.grid, params.compares)
         return wiring.cast_floats(output, params.plan.policy.output_dtype)
@@ -173,6 +176,8 @@ class _Call:
                 raise (problem or error) from None
         if problem is not None:
             raise problem
+        if not self.loops:
+            comm.note_batch(self.grid, self.kept.compute, (args, kwargs), self.kept.calls)
         return adjust
 
     def _require_plain_loop(self) -> None:

@@ -28,6 +28,7 @@ from shardfn.layout import OWN, Policy, Reduction, exactly, mesh, planning, shar
 from shardfn.notation import ShardError
 from shardfn.params import initialize
 from shardfn.stateful import ModuleShards, adopt, bound, install
+from shardfn.watch import call, watch_for
 
 RECORD = f"{OWN}record"  # the key of a `Sharded` in the dict of each of its modules
 _TREES = f"{OWN}trees"  # the key of the plans of the tree below a module, by whether they are in full precision
@@ -180,6 +181,7 @@ def put_shards(record: Sharded, module: nn.Module, origin: initialize.Origin) ->
         _OUTSIDE.append(GraphBreak(_run_and_compile))
     before = dict(module.named_buffers(remove_duplicate=False)) if origin.src is None else {}
     kept = {name for name, x in before.items() if x.device == record.device or (origin.later and x.is_meta)}
+    watch_for(module, record.mesh)
     params = initialize.shard_own(origin, record.mesh, policy_of(module, record, shards_in(module)))
     params.buffers = {name: new for name, new in params.buffers.items() if name not in kept}
     install(module, params)
@@ -229,7 +231,8 @@ def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
     params = held.params(record.reduction, holds_back=lambda unit: units[unit].holds_back)
     if any(unit.scale != 1 for unit in units.values()):
         params.scale_of_gradients = lambda unit: units[unit].scale
-    return held.run(module, params, method, args, kwargs)
+    with call(record.mesh, f"run {method}"):
+        return held.run(module, params, method, args, kwargs)
 
 
 _OUTSIDE: list[GraphBreak] = []  # one, as soon as anything is sharded: it imports Dynamo, as a backward does

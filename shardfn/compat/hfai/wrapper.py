@@ -31,7 +31,7 @@ def _summon_full_params(module: nn.Module, *args: Any, **kwargs: Any) -> Iterato
     Communication: what FSDP1's has, and one all-gather a tensor of optimizers that have stepped.
     """
     with ExitStack() as stack:
-        for optimizer in optimizers_of(module.parameters()):
+        for optimizer in optimizers_of(module.parameters(), Instance.of(module).mesh):
             params = (parameter for group in optimizer.param_groups for parameter in group["params"])
             states = [{key: _on_host(x) for key, x in optimizer.state.get(p, {}).items()} for p in params]
             if dist.get_rank() == Instance.of(module).mesh.mesh.flatten()[0]:

@@ -1,0 +1,124 @@
+"""What a process does together with others, in order: written where it is done, read by who watches (`watch`).
+
+A journal has a line for what all ranks of a mesh do alike, and one for each axis, along which those of a group do. A
+line is a count and a running hash, so that two ranks that counted as far have done the same if the hashes are equal.
+There is none for a mesh that nobody watches, and writing costs a microsecond.
+"""
+
+from collections import deque
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol
+from weakref import WeakKeyDictionary
+from zlib import crc32
+
+from shardfn._torch import is_of_peers
+from shardfn.notation import ShardError
+
+_KEPT = 64  # entries of a line, so that the first one that differs is found
+_MOST_TEXTS = 4096
+
+Entry = tuple[int, int, str]  # its number, the hash of all up to it, what was done
+
+
+class Line:
+    """Things that were done one after the other."""
+
+    def __init__(self) -> None:
+        self.count = self._hash = 0
+        self.recent: deque[Entry] = deque(maxlen=_KEPT)
+
+    def add(self, text: str, mark: int) -> None:
+        """One more."""
+        self.count += 1
+        self._hash = (self._hash * 1_000_003 + mark) & 0xFFFF_FFFF_FFFF
+        self.recent.append((self.count, self._hash, text))
+
+
+class Watches(Protocol):
+    """Who reads journals."""
+
+    def explained(self, error: RuntimeError) -> Exception:
+        """Why a communication failed."""
+        ...
+
+    def call(self, journal: "Journal", what: str) -> AbstractContextManager[None]:
+        """Within it all ranks do `what`."""
+        ...
+
+
+class Journal:
+    """Of one process on one mesh."""
+
+    def __init__(self, keys: dict[str, str], watcher: Watches) -> None:
+        """`keys`: axis -> the name that the ranks of this one's group along it have for it, and "" -> that of all."""
+        self.lines = {key: Line() for key in keys.values()}
+        self._of = {axis: self.lines[key] for axis, key in keys.items()}
+        self._marks: dict[Hashable, tuple[str, int]] = {}
+        self.watcher = watcher
+        self.over: str | None = None  # why the run is
+        self.last = ""  # what was done last
+        self.heard = False  # whether somebody was told so
+
+    def note(self, what: Hashable, axis: str = "") -> None:
+        """`what` is done now; its `str` is the same on all ranks.
+
+        Raises:
+            ShardError: the run is over, since ranks have gone apart.
+        """
+        self.require_going_on()
+        if (known := self._marks.get(what)) is None:
+            if len(self._marks) >= _MOST_TEXTS:
+                self._marks.clear()
+            known = self._marks[what] = str(what), crc32(str(what).encode())
+        self.last = known[0]
+        self._of[axis].add(*known)
+
+    def require_going_on(self) -> None:
+        """Raise if the run is over.
+
+        Raises:
+            ShardError: it is, since ranks have gone apart.
+        """
+        if self.over is not None:
+            self.heard = True
+            raise ShardError(self.over)
+
+    def explained(self, error: RuntimeError) -> Exception:
+        """Why a communication failed."""
+        return self.watcher.explained(error) if is_of_peers(error) else error
+
+
+_JOURNALS: "WeakKeyDictionary[Any, Journal]" = WeakKeyDictionary()  # by mesh; empty unless somebody watches
+
+
+def journal_of(mesh: Any) -> Journal | None:
+    """Where to write what is done on a mesh."""
+    return _JOURNALS.get(mesh) if _JOURNALS else None
+
+
+def note(mesh: Any, what: Hashable, axis: str = "") -> None:
+    """All ranks of a mesh do this, or those along an axis, whether somebody watches or not."""
+    if (journal := journal_of(mesh)) is not None:
+        journal.note(what, axis)
+
+
+def keep_journal(mesh: Any, journal: Journal | None) -> None:
+    """From now on it is written; None: no longer."""
+    if journal is not None:
+        _JOURNALS[mesh] = journal
+    else:
+        _JOURNALS.pop(mesh, None)
+
+
+def explained(mesh: Any, error: RuntimeError) -> Exception:
+    """Why a communication over a mesh failed, if somebody watches; else the error itself."""
+    journal = journal_of(mesh)
+    return error if journal is None else journal.explained(error)
+
+
+def raise_explained(mesh: Any, error: RuntimeError) -> NoReturn:
+    """Raise that."""
+    if (why := explained(mesh, error)) is error:
+        raise error
+    raise why from error

@@ -1,0 +1,188 @@
+"""What a rank tells the others of itself: how far it is, where it stands, what went wrong."""
+
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from shardfn import _torch
+from shardfn.comm import CALLS, Entry, Journal
+
+_ROOT, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+# Code in which a thread that stands waits for other ranks.
+_WAITS = tuple(
+    os.path.join(*path)
+    for path in (
+        (_TORCH, "distributed", "distributed_c10d.py"),
+        (_TORCH, "distributed", "_functional_collectives.py"),
+        (_ROOT, "comm", ""),
+        (_ROOT, "_torch", "groups.py"),
+        (_ROOT, "engine", "runtime.py"),
+    )
+)
+_CALLS_OF_C = os.path.join(_TORCH, "_ops.py")
+_OURS = (_TORCH, _ROOT)
+_NOT_USERS = (*_OURS, os.path.dirname(os.__file__), "<frozen")
+_OF_BACKWARDS = (_ROOT, os.path.join(_TORCH, "autograd"), os.path.join(_TORCH, "optim"))
+_SHOWN = 12  # frames of a stack
+
+
+@dataclass
+class Record:
+    """One rank, as it says of itself."""
+
+    rank: int
+    coordinates: str
+    host: str
+    process: int
+    tick: int = 0
+    counts: dict[str, int] = field(default_factory=dict)  # of what it has begun, by who does the same
+    recent: dict[str, list[Entry]] = field(default_factory=dict)  # the last things it did, by who does the same
+    doing: str = ""  # a call of a trainer, in which it is
+    last: str = ""  # what it wrote in a journal
+    calls: dict[str, str] = field(default_factory=dict)  # of what torch recorded, while it waits, by group and number
+    waits: str | None = None  # the collective in which its thread stands
+    at: list[str] = field(default_factory=list)  # its stack, innermost first
+    broke: str | None = None  # what it left by an error, and has not done since
+    failed: str | None = None  # the same, or an error that it handles, as long as it does nothing else
+    ended: str | None = None  # how the process did
+    asks: bool = False  # its communication has failed
+    stops: bool = False  # it got a signal to end
+
+    def dumps(self) -> bytes:
+        """For `loads`."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def loads(cls, data: bytes) -> "Record":
+        """What `dumps` made."""
+        return cls(**json.loads(data))
+
+    @property
+    def name(self) -> str:
+        """How it is called in messages."""
+        return f"rank {self.rank} ({self.coordinates})"
+
+    @property
+    def progress(self) -> Any:
+        """What changes as long as it goes on."""
+        return self.counts, self.waits, self.at, self.failed, self.ended
+
+
+@cache
+def this_host() -> str:
+    """The same for processes that see each other's numbers."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def state_of(record: Record) -> str:
+    """ "gone", "stopped" or "runs": how the process of a rank is; "unknown" on another host."""
+    if record.host != this_host():
+        return "unknown"
+    try:
+        kind = Path(f"/proc/{record.process}/stat").read_text().rpartition(")")[2].split()[0]
+        return {"T": "stopped", "Z": "gone", "X": "gone"}.get(kind, "runs")
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone" if Path("/proc/self").exists() else "unknown"
+
+
+def counts_of(journals: Mapping[Any, Journal]) -> dict[str, int]:
+    """How many collectives this process has begun, and things that are in its journals."""
+    counts = {key: line.count for journal in journals.values() for key, line in journal.lines.items()}
+    for (name, ranks), count in _torch.numbers_of_calls().items():
+        counts[f"group {name} {ranks[0]} {crc32(repr(ranks).encode())}"] = count + CALLS[name]
+    return counts
+
+
+def recent_of(journals: Mapping[Any, Journal]) -> dict[str, list[Entry]]:
+    """The last things in the journals."""
+    return {key: list(line.recent) for journal in journals.values() for key, line in journal.lines.items()}
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def look_at(thread: int) -> tuple[str | None, list[str]]:
+    """In which collective a thread waits, if it does, and its stack, innermost first.
+
+    A backward on an accelerator runs in a thread of torch's: then it is that one's.
+    """
+    now = sys._current_frames()
+    innermost = now.get(thread)
+    if innermost is None:
+        return None, []
+    others = (frame for ident, frame in now.items() if ident != thread and _is_of_backward(frame))
+    for frame in (innermost, *others):
+        if (waits := _waits_in(frame)) is not None:
+            return waits, _stack(frame)
+    return None, _stack(innermost)
+
+
+def _is_of_backward(frame: FrameType) -> bool:
+    """Whether a thread was begun by torch: one of Python's has a function of `threading` at the bottom."""
+    *_, bottom = _frames(frame)
+    return bottom.f_code.co_filename != threading.__file__
+
+
+def _waits_in(frame: FrameType) -> str | None:
+    name = ""
+    for each in _frames(frame):
+        path = each.f_code.co_filename
+        if path == _CALLS_OF_C:
+            continue
+        if not path.startswith(_WAITS):
+            return name or None
+        name = each.f_code.co_name
+    return name or None
+
+
+def _stack(frame: FrameType) -> list[str]:
+    return _places((each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in _frames(frame))
+
+
+def _places(frames: Iterable[tuple[str, int, str]]) -> list[str]:
+    """`file:line in function` of code that is the user's, or of any if none is."""
+    known = [(path, f"{os.path.basename(path)}:{line} in {name}") for path, line, name in frames]
+    return [place for path, place in known if not path.startswith(_NOT_USERS)][:_SHOWN] or [p for _, p in known][
+        :_SHOWN
+    ]
+
+
+def described(error: BaseException) -> str:
+    """An error, and where it came from, in a line."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    places = _places((frame.filename, frame.lineno or 0, frame.name) for frame in frames)
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:200]}" + "".join(f", at {place}" for place in places[:1])
+
+
+def broken_off(thread: int) -> str | None:
+    """An error that a thread handles now, in the user's code, if it left a forward, a backward or a step by it."""
+    current: Any = sys._current_exceptions().get(thread)
+    error = current[1] if isinstance(current, tuple) else current  # torch supports 3.11, where it is a tuple
+    if error is None or _torch.is_of_peers(error):
+        return None
+    paths = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    caught_outside = bool(paths) and not paths[0].startswith(_OURS)
+    return (
+        f"what the others do by {described(error)}"
+        if caught_outside and any(path.startswith(_OF_BACKWARDS) for path in paths)
+        else None
+    )

@@ -1,0 +1,323 @@
+"""One thread of each rank that tells the others where it is, and ends the run when ranks have gone apart.
+
+[Note: how ranks watch one another]
+Twice a second the thread writes a `Record` of its process into the key-value store of the process group, and reads
+whether there is a verdict. The first rank reads the records of all and decides (`verdicts`); when it has ended, the
+next one does. No collective is involved, so that nothing waits for a rank that has stopped, and a step costs nothing
+but the entries of the journal. With a verdict every rank closes its connections: whoever waits in a collective gets an
+error, whoever computes gets it with the next entry of the journal, and who does neither is interrupted, at last ended.
+"""
+
+import atexit
+import os
+import secrets
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import cache
+from time import monotonic
+from types import TracebackType
+from typing import Any
+from zlib import crc32
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn import _torch
+from shardfn._torch import is_of_peers
+from shardfn.comm import Journal, exchange_numbers, journal_of, keep_journal
+from shardfn.layout import axes_of
+from shardfn.notation import ShardError
+from shardfn.watch import records, verdicts
+from shardfn.watch.records import Record
+
+_INTERVAL = 0.5  # seconds between two looks
+_SUCCESSION = 6  # looks at the same sign of life of the one who decides, until the next one does
+_QUIET = 6, 120  # looks without one of a rank, until its process is looked at, and until one elsewhere is given up
+_PATIENCE = 4.0  # seconds that an error of a communication waits for the verdict
+_NOTICE = 2.0  # seconds after a verdict until a rank is interrupted, and from then until it is ended
+_FAREWELL = 12  # half intervals that a rank which ends by an error stays for those that wait for it
+EXIT_CODE = 70  # of a rank that had to be ended
+_MARGIN = 0.9  # of the timeout of a group: ours is said before theirs
+
+
+class Watcher:
+    """Of the ranks of a mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        """All ranks of the mesh make theirs at the same point."""
+        self.ranks = [*map(int, mesh.mesh.flatten())]
+        (number,), *_ = exchange_numbers(mesh, [secrets.randbits(62)])
+        under: Any = dist.__dict__["PrefixStore"]
+        self._store = under(f"shardfn/watch/{number}", _torch.other_client(_torch.default_store()))
+        self._store.set_timeout(timedelta(seconds=5))
+        self._world, self._main = dist.group.WORLD, threading.main_thread().ident or 0
+        coordinates = ", ".join(f"{axis}={mesh.get_local_rank(axis)}" for axis in axes_of(mesh))
+        self.record = Record(dist.get_rank(), coordinates, records.this_host(), os.getpid())
+        self.journals: dict[DeviceMesh, Journal] = {}
+        self._owners = self._eras = 0  # for whom it ends a run; how many there ever were
+        self.timeout = _MARGIN * _torch.timeout_of(mesh.get_group(0)).total_seconds()
+        self.verdict: str | None = None
+        self._inside = 0  # calls
+        self._without_store = False
+        self._known: dict[int, Record] = {}
+        self._stands: dict[int, int] = {}  # rank -> for how many looks it has not moved
+        self._silent: dict[int, int] = {}  # rank -> for how many looks it has not said anything
+        self._since: dict[int, float] = {}  # rank -> since when it waits in the same collective
+        self._leader = ("", 0)  # what the one who decides said last, and for how many looks
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardfn watcher", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_of_now(self) -> bool:
+        """Whether the process groups are those that it was made for."""
+        return self._world is dist.group.WORLD
+
+    def begin(self, owner: object, mesh: DeviceMesh) -> Journal:
+        """A new journal of a mesh, as long as there is an owner."""
+        self._owners, self._eras = self._owners + 1, self._eras + 1
+        weakref.finalize(owner, self._forget).atexit = False
+        places = {axis: mesh.get_local_rank(axis) for axis in axes_of(mesh)}
+        of_mesh = f"{self._eras} {crc32(repr((axes_of(mesh), mesh.mesh.tolist())).encode())}"
+        keys = {axis: f"{of_mesh} {axis} {places | {axis: None}}" for axis in places}
+        self.journals[mesh] = journal = Journal(keys | {"": of_mesh}, self)
+        keep_journal(mesh, journal)
+        return journal
+
+    def _forget(self) -> None:
+        """An owner is gone, when its garbage was collected; the last one's journals go with it."""
+        self._owners -= 1
+        if not self._owners:
+            for mesh in list(self.journals):
+                keep_journal(mesh, None)
+            self.journals.clear()
+
+    # -- the main thread ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def call(self, journal: Journal, what: str) -> Iterator[None]:
+        """Within it, all ranks do `what`; one that leaves it by an error does not come back.
+
+        Raises:
+            ShardError: why the run is over, where a communication failed for that.
+        """
+        self.record.doing = what
+        journal.note(what)
+        self._inside += 1
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, RuntimeError) and is_of_peers(error):
+                if (why := self.explained(error)) is not error:
+                    raise why from error
+            self.record.broke = f"{what} by {records.described(error)}"
+            raise
+        finally:
+            self._inside -= 1
+        self.record.doing, self.record.broke = f"after {what}", None
+
+    def explained(self, error: RuntimeError) -> Exception:
+        """Why a communication failed: the verdict, which may take a moment."""
+        self.record.asks = True
+        end = monotonic() + _PATIENCE
+        while self.verdict is None and self._thread.is_alive() and monotonic() < end:
+            self._stop.wait(0.05)
+        if self.verdict is None and not self._without_store:
+            return error
+        self._hear()
+        return ShardError(self.verdict or _NO_STORE)
+
+    def _hear(self) -> None:
+        for journal in self.journals.values():
+            journal.heard = True
+
+    def ends(self) -> None:
+        """The process ends: the others hear of it, and after an error of who waits for it."""
+        self.record.ended = self.record.ended or "normally"
+        self._stop.set()
+        self._thread.join(20 * _INTERVAL)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.wait(_INTERVAL) and dist.is_initialized() and self.is_of_now:
+            if not self._look():
+                return
+            if self.verdict is not None:
+                self._end()
+                return
+        self.record.ended = self.record.ended or "normally"
+        looks = 1 + _FAREWELL * (self.record.ended != "normally")
+        while self._look() and self.verdict is None and looks > 1 and self._is_missed():
+            looks -= 1
+            self._pause()
+
+    def _is_missed(self) -> bool:
+        """Whether somebody may wait for this rank."""
+        return any(record.ended is None for rank, record in self._known.items() if rank != self.record.rank)
+
+    @staticmethod
+    def _pause() -> None:
+        threading.Event().wait(_INTERVAL / 2)
+
+    def _look(self) -> bool:
+        """Tell, read and decide; whether the store is still there."""
+        try:
+            self._tell()
+        except (RuntimeError, dist.DistError):
+            self._without_store = self.verdict is None
+        return not self._without_store
+
+    def _tell(self) -> None:
+        me = self.record
+        before, me.counts, me.recent = me.counts, records.counts_of(self.journals), records.recent_of(self.journals)
+        me.waits, me.at, me.failed, me.calls = None, [], None, {}
+        # A frame that is looked at keeps alive what it has, longer than on other ranks: only where nothing moves.
+        if before == me.counts and me.ended is None and not me.asks:
+            me.waits, me.at = records.look_at(self._main)
+            me.failed = (None if self._inside else me.broke) or records.broken_off(self._main)
+            if me.waits is not None:
+                me.calls = {f"{name} {number}": what for (name, number), what in _torch.last_calls().items()}
+        me.last = next(reversed([*self.journals.values()])).last if self.journals else ""
+        me.tick += 1
+        self._store.set(str(me.rank), me.dumps())
+        if self._decides():
+            self._read()
+            if (why := self._judge()) is not None:
+                self._store.compare_set("verdict", "", why)
+        if self._store.check(["verdict"]):
+            self.verdict = self._store.get("verdict").decode()
+
+    def _decides(self) -> bool:
+        """Whether this rank is the one who decides: the first one of which there are signs of life."""
+        said = self._store.get("leader").decode() if self._store.check(["leader"]) else ""
+        same, looks = self._leader
+        self._leader = said, looks + 1 if said == same else 0
+        place = self.ranks.index(self.record.rank)
+        if (
+            said.partition(" ")[0] == str(self.record.rank)
+            or (self._leader[1] >= _SUCCESSION + 2 * place)
+            or (not said and not place)
+        ):
+            self._leader = f"{self.record.rank} {self.record.tick}", 0
+            self._store.set("leader", self._leader[0])
+            return True
+        return False
+
+    def _read(self) -> None:
+        """The records of all ranks that have written one."""
+        keys = [str(rank) for rank in self.ranks if rank in self._known or self._store.check([str(rank)])]
+        now = monotonic()
+        for record in map(Record.loads, self._store.multi_get(keys)):
+            rank, before = record.rank, self._known.get(record.rank)
+            moved = before is None or before.progress != record.progress
+            self._stands[rank] = (
+                0 if moved else self._stands[rank] + (before is not None and before.tick != record.tick)
+            )
+            self._silent[rank] = 0 if before is None or before.tick != record.tick else self._silent[rank] + 1
+            if moved or record.waits is None:
+                self._since.pop(rank, None)
+            if record.waits is not None:
+                self._since.setdefault(rank, now)
+            self._known[rank] = record
+
+    def _judge(self) -> str | None:
+        now = monotonic()
+        waited = {rank: now - self._since.get(rank, now) for rank in self._known}
+        states = {rank: self._state_of(rank) for rank in self._known}
+        return verdicts.verdict(self._known, self._stands, states, waited, self.timeout)
+
+    def _state_of(self, rank: int) -> str:
+        quiet, given_up = _QUIET
+        if self._silent[rank] < quiet:
+            return "runs"
+        state = records.state_of(self._known[rank])
+        return "silent" if state == "unknown" and self._silent[rank] >= given_up else state
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Have the main thread raise the verdict, wherever it is; unless nobody asked for that."""
+        assert self.verdict is not None
+        if not self._owners or self.record.ended is not None:
+            return
+        for journal in self.journals.values():
+            journal.over = self.verdict
+        _torch.close_all_connections()
+        if self._heard_within(_NOTICE):
+            return
+        _torch.interrupt(self._main, _raises(self.verdict))
+        if self._heard_within(_NOTICE):
+            return
+        print(f"rank {self.record.rank} had to be ended: {self.verdict}", file=sys.stderr)
+        if (frame := sys._current_frames().get(self._main)) is not None:
+            traceback.print_stack(frame)
+        sys.stderr.flush()
+        os._exit(EXIT_CODE)
+
+    def _heard_within(self, seconds: float) -> bool:
+        end = monotonic() + seconds
+        while monotonic() < end:
+            if self.record.ended is not None or any(journal.heard for journal in self.journals.values()):
+                return True
+            self._pause()
+        return False
+
+
+def _raises(message: str) -> type[ShardError]:
+    """A kind of error whose only one has a message."""
+
+    def init(self: ShardError) -> None:
+        ShardError.__init__(self, message)
+
+    return type("ShardError", (ShardError,), {"__init__": init, "__module__": ShardError.__module__})
+
+
+@cache
+def _at_exit() -> None:
+    """From now on the others hear of it when this process ends, and its error is the verdict where there is one."""
+    otherwise = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        for watcher in _WATCHERS.values():
+            if isinstance(error, RuntimeError) and is_of_peers(error):
+                if (why := watcher.explained(error)) is not error:
+                    kind, error = type(why), why.with_traceback(trace)
+            watcher.record.ended = watcher.record.ended or f"by {records.described(error)}"
+        otherwise(kind, error, trace)
+
+    sys.excepthook = hook
+    atexit.register(lambda: [watcher.ends() for watcher in _WATCHERS.values()])
+
+
+_NO_STORE = (
+    "the run is over: the process that has the key-value store of the process group has ended, which is rank 0, or "
+    "torchrun. Its own output says why: an error, a signal, out of memory, a lost machine."
+)
+_WATCHERS: dict[tuple[int, ...], Watcher] = {}  # by ranks
+
+
+def watch_for(owner: object, mesh: DeviceMesh) -> None:
+    """From now on, and as long as there is the `owner`, the ranks of a mesh watch one another.
+
+    Communication: one small all-gather over the mesh, the first time.
+    """
+    if mesh.size() == 1 or _torch.simulated() or not _torch.has_store() or mesh.get_coordinate() is None:
+        return
+    ranks = tuple(map(int, mesh.mesh.flatten()))
+    watcher = _WATCHERS.get(ranks)
+    if watcher is None or not watcher.is_of_now:
+        _at_exit()
+        watcher = _WATCHERS[ranks] = Watcher(mesh)
+    watcher.begin(owner, mesh)
+
+
+def call(mesh: DeviceMesh, what: str) -> AbstractContextManager[None]:
+    """Within it all ranks of a mesh do `what`, see `Watcher.call`; where nobody watches that is nothing."""
+    journal = journal_of(mesh)
+    return nullcontext() if journal is None else journal.watcher.call(journal, what)
