@@ -3,5 +3,7 @@
 from shardfn.comm import all_gather, all_gather_invariant, all_to_all, all_to_all_rows, axis_index, axis_size
 from shardfn.comm import pmean, psum, psum_scatter, pvary, shard_slice
 
+from shardfn.watch import watch
+
 __all__ = ["all_gather", "all_gather_invariant", "all_to_all", "all_to_all_rows", "axis_index", "axis_size"]
-__all__ += ["pmean", "psum", "psum_scatter", "pvary", "shard_slice"]
+__all__ += ["pmean", "psum", "psum_scatter", "pvary", "shard_slice", "watch"]

@@ -3,7 +3,8 @@
 Each name is resolved once, at import, and says under which condition it can go. By subject: `tensors` (DTensors,
 versions), `memory`, `groups` (process groups), `autograd`, `transforms` (`torch.func`, modes), `dispatch`
 (operations), `modules`, `simulation` (all ranks in one process), `symbols` (sizes that are no plain numbers),
-`checkpoint_files` (what torch.distributed.checkpoint reads). Not here: anything that knows of a plan.
+`threads` (of this process), `checkpoint_files` (what torch.distributed.checkpoint reads). Not here: anything that knows
+of a plan.
 """
 
 from torch._subclasses.fake_tensor import FakeTensor
@@ -21,8 +22,9 @@ from shardfn._torch.dispatch import outside_dispatch, outside_functions, outside
 from shardfn._torch.checkpoint_files import checkpoint_metadata, read_checkpoint_metadata
 from shardfn._torch.groups import COMPILES_EXCHANGES, HashStore, all_gather_single, all_to_all_single, close_connections
 from shardfn._torch.groups import apart_from, default_store, exchanging, gather_bytes, gathering, group_named, group_of
-from shardfn._torch.groups import close_all_connections, has_store, interrupt, is_of_peers, last_calls
+from shardfn._torch.groups import close_all_connections, has_store, is_of_peers, last_calls
 from shardfn._torch.groups import numbers_of_calls, other_client, timeout_of
+from shardfn._torch.threads import error_handled_by, frames_of_threads, interrupt
 from shardfn._torch.groups import reduce_scatter_single, scattering_sum, summing, waited
 from shardfn._torch.memory import address_of, base_of, chunk_cat, copy_each, foreach, fused, holds_data
 from shardfn._torch.memory import set_storage, storage_key, storage_uses, tensor_over, wraps

@@ -1,6 +1,5 @@
 """Process groups: their collectives under one name in every torch, also as operations of a graph."""
 
-import ctypes
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -127,11 +126,6 @@ def has_store() -> bool:
 def timeout_of(group: Any) -> timedelta:
     """For how long a collective of a group waits for other ranks."""
     return group._get_backend(group._device_types[0]).options._timeout
-
-
-def interrupt(thread: int, kind: type[BaseException]) -> None:
-    """Have a thread raise an error of a kind when it runs Python again."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 
 # The key-value store through which the ranks of the default process group met.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn import _torch
-from shardfn.comm.journal import journal_of, raise_explained
+from shardfn.comm.journal import JOURNALS, journal_of, raise_explained
 from shardfn.comm.raw_collectives import exchange_flat, gather_flat, scatter_sum_flat, sum_flat_
 from shardfn.context import active_transforms
 from shardfn.layout import MeshSpec, axes_of, is_batch_axis, may_be_differentiated
@@ -212,7 +212,9 @@ class Eager(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kind: str, mesh: DeviceMesh, axis: str, dims: tuple[Any, ...]) -> Tensor:
         ctx.where, ctx.meets = (kind, mesh, axis, dims), _PAIRS[kind].varies or not ctx.needs_input_grad[0]
         ctx.meets = ctx.meets or not is_batch_axis(axis) or active_transforms.is_under_way()  # or by a pvary, later
-        return _moved(kind, x, mesh, axis, dims)
+        if JOURNALS:
+            return _moved(kind, x, mesh, axis, dims)
+        return _PAIRS[kind].move(x, mesh, axis, *dims)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
-from weakref import WeakKeyDictionary
 from zlib import crc32
 
 from shardfn._torch import is_of_peers
@@ -89,12 +88,12 @@ class Journal:
         return self.watcher.explained(error) if is_of_peers(error) else error
 
 
-_JOURNALS: "WeakKeyDictionary[Any, Journal]" = WeakKeyDictionary()  # by mesh; empty unless somebody watches
+JOURNALS: dict[Any, Journal] = {}  # by mesh; empty unless somebody watches
 
 
 def journal_of(mesh: Any) -> Journal | None:
     """Where to write what is done on a mesh."""
-    return _JOURNALS.get(mesh) if _JOURNALS else None
+    return JOURNALS.get(mesh)
 
 
 def note(mesh: Any, what: Hashable, axis: str = "") -> None:
@@ -103,12 +102,20 @@ def note(mesh: Any, what: Hashable, axis: str = "") -> None:
         journal.note(what, axis)
 
 
+def note_of_ranks(mesh: Any, what: Hashable) -> None:
+    """The same for a mesh that may have the axes in another order: all of its ranks."""
+    for known, journal in list(JOURNALS.items()):
+        if known.size() == mesh.size():
+            journal.note(what)
+            return
+
+
 def keep_journal(mesh: Any, journal: Journal | None) -> None:
     """From now on it is written; None: no longer."""
     if journal is not None:
-        _JOURNALS[mesh] = journal
+        JOURNALS[mesh] = journal
     else:
-        _JOURNALS.pop(mesh, None)
+        JOURNALS.pop(mesh, None)
 
 
 def explained(mesh: Any, error: RuntimeError) -> Exception:

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn import _torch
-from shardfn.comm import BucketOnGrid, GatherBucket, Gathers, ReduceBucket, all_gather, journal_of
+from shardfn.comm import JOURNALS, BucketOnGrid, GatherBucket, Gathers, ReduceBucket, all_gather
 from shardfn.context import having, requires_grad
 from shardfn.engine import reductions
 from shardfn.engine.reductions import Grads
@@ -79,7 +79,7 @@ class Session:
         self._holds_back = params.holds_back
         self.runtime = runtime_of(params.plan, grid)
         self.runtime.begin()
-        self.journal = journal_of(grid.mesh)
+        self.journal = JOURNALS.get(grid.mesh)
         self._differentiates = torch.is_grad_enabled()
         # A transform wraps the leaves: only an autograd.Function sees the shards.
         self.in_transform = _torch.in_transform()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardfn._torch import move_to_mesh, seen_by_dynamo, simulated, spec_of
-from shardfn.comm import exchange_numbers, exchange_objects, rank_of_part
+from shardfn.comm import exchange_numbers, exchange_objects, note_of_ranks, rank_of_part
 from shardfn.layout import OWN, REPLACED
 from shardfn.notation import ShardError
 from shardfn.params import is_sum
@@ -92,10 +92,19 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         _require_groups_of_the_model(optimizer)
     if ours:
         _NUMBERS[optimizer] = _NUMBERS.get(optimizer) or _count()
+        note_of_ranks(ours[0].device_mesh, f"step an optimizer{_where_it_is(optimizer, ours[0])}")
         _require_own_states(optimizer, ours)
     if callable(closure):  # whose backward may be the one that reduces
         return args[:1], {"closure": partial(_reduced_by, closure, f"{name}.step", params)}
     return None
+
+
+def _where_it_is(optimizer: Optimizer, shard: Tensor) -> str:
+    """Its rates of learning and the number of its step, where Python knows them: the same on all ranks."""
+    rates = [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float)]
+    step: Any = optimizer.state[shard].get("step") if shard in optimizer.state else None
+    known = isinstance(step, int) or (isinstance(step, Tensor) and step.device.type == "cpu" and not step.dim())
+    return f"{f' after {int(step)} steps' if known else ''} at {rates}"
 
 
 def _reduced_by(closure: Callable[[], Any], verb: str, params: Sequence[Tensor]) -> Any:

@@ -22,8 +22,8 @@ from shardfn.comm import agree, exchange_numbers, failing_together, require_own_
 from shardfn.context import having
 from shardfn.layout import Plan, Policy, make_mesh, planning
 from shardfn.notation import ShardError
-from shardfn.params import Mean, Params, initialize, map_local, parts_of, sharding, state_dicts
-from shardfn.stateful import saved_state
+from shardfn.params import Params, initialize, map_local, parts_of, sharding, state_dicts
+from shardfn.stateful import saved_state, step_losses
 from shardfn.stateful.module_shards import adopt, install, require_no_gradients, taken_over, whole_in_place
 from shardfn.stateful.torch_optimizers import DRIVERS, refuse_held_back
 from shardfn.transforms import autodiff
@@ -97,6 +97,8 @@ class Trainer(nn.Module):
     ) -> None:
         super().__init__()
         _check_settings(model, optimizer, accumulate, clip, ema, scaler)
+        if nonfinite not in ("raise", "skip", None):
+            raise ValueError(f"Trainer(nonfinite={nonfinite!r}): 'raise', 'skip' or None")
         self.callbacks = list(callbacks if isinstance(callbacks, Iterable) else [callbacks])
         if odd := [callback for callback in self.callbacks if not callable(callback)]:
             raise TypeError(f"Trainer(callbacks=[{odd[0]!r}]): a function of the trainer and what its step returns")
@@ -116,6 +118,7 @@ class Trainer(nn.Module):
         watch.watch_for(self, self.mesh)
         self.optimizer, self.loss_fn = optimizer, loss_fn
         self.accumulate, self.clip, self.ema_decay = accumulate, clip, ema
+        self.nonfinite = nonfinite
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.steps = self._samples = self._own_samples = 0
         self._syncs = True
@@ -201,35 +204,48 @@ class Trainer(nn.Module):
         count = self.accumulate
         part = parts_of("Trainer.step", batch, count, f"cut into accumulate={count} parts") if count > 1 else None
         parts = [batch] if part is None else [*map(part, range(count))]
+        of_rank: list[Any] = []
         with having(self, _differentiates=True), torch.no_grad():  # nobody differentiates the gradients
-            loss, grads = self._loss_and_grads(params, parts)
-        self._held.keep_buffers(self.module, params.buffers)
+            loss, grads = self._loss_and_grads(params, parts, of_rank)
         out = {"loss": loss, "grad_norm": None, "tokens": self._tokens(batch)}
         if self.scaler is not None:
             out["scale"] = self.scaler.get_scale()
-            out["loss"], grads = _scaled(loss, grads, torch.tensor(1 / out["scale"], dtype=torch.float64))
+            out["loss"], grads = step_losses.scaled(loss, grads, torch.tensor(1 / out["scale"], dtype=torch.float64))
         grads, norm = optim.clip(grads, self.clip) if self.clip is not None else (grads, optim.global_norm(grads))
         out["grad_norm"] = norm
-        if self.scaler is None or _advance(self.scaler, norm):
+        if self.scaler is None and self.nonfinite is not None:
+            takes = step_losses.is_finite(out["loss"], norm, params)
+        else:
+            takes = self.scaler is None or step_losses.advance(self.scaler, norm)
+        if not takes and self.scaler is None and self.nonfinite == "raise":
+            raise step_losses.not_finite(self.mesh, self.steps, of_rank)
+        self._held.keep_buffers(self.module, params.buffers)
+        if takes:
             _, self.optimizer_state = optimizer.step(params, grads, self.optimizer_state)
             self._update_ema(params)
         return out
 
-    def _loss_and_grads(self, params: Params, parts: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Params]:
-        """Means over microbatches, each weighted by what its `Mean` counted, or all alike."""
-        differentiate = autodiff.differentiator(_scaling(self._require("loss_fn", self.loss_fn), self.scaler))
+    def _loss_and_grads(
+        self, params: Params, parts: Sequence[tuple[Any, ...]], of_rank: list[Any]
+    ) -> tuple[Tensor, Params]:
+        """Means over microbatches, each weighted by what its `Mean` counted, or all alike.
+
+        Those of this rank go into `of_rank`.
+        """
+        loss_fn = self._require("loss_fn", self.loss_fn)
+        differentiate = autodiff.differentiator(step_losses.scaling(loss_fn, self.scaler, of_rank))
         sums: tuple[Tensor, Params, Tensor] | None = None
         for part in parts:
             loss, _, grads, count = differentiate(params, *part)
             if len(parts) == 1:
                 return loss, grads
-            weight = _weight(count)
-            loss, grads = _scaled(loss, grads, weight)
+            weight = step_losses.weight(count)
+            loss, grads = step_losses.scaled(loss, grads, weight)
             if sums is not None:
                 loss, grads, weight = sums[0] + loss, map_local(torch.add, sums[1], grads), sums[2] + weight
             sums = loss, grads, weight
         assert sums is not None
-        return _scaled(sums[0], sums[1], 1 / sums[2])
+        return step_losses.scaled(sums[0], sums[1], 1 / sums[2])
 
     @torch.no_grad()
     def evaluate(self, *batch: Any) -> dict[str, Any]:
@@ -551,44 +567,3 @@ def _check_settings(model: Any, optimizer: Any, accumulate: Any, clip: Any, ema:
         why = f"Trainer({next(filter(of_step.get, of_step))}=...): trainer.step does that, with Trainer(optimizer=...)"
         instead = "trainer.no_sync(), trainer.clip_grad_norm_ and sf.tree.ema(average, trainer.params, decay)"
         raise ValueError(f"{why}; beside a torch optimizer write {instead}")
-
-
-def _scaling(loss_fn: Callable[..., Any], scaler: torch.amp.GradScaler | None) -> Callable[..., Any]:
-    """The loss function, times the scale."""
-    if scaler is None:
-        return loss_fn
-    scale = scaler.get_scale()
-
-    def scaled(params: Params, *batch: Any) -> Any:
-        loss = loss_fn(params, *batch)
-        total = loss.total if isinstance(loss, Mean) else loss
-        wide = total.to(torch.promote_types(total.dtype, torch.float32)) * scale
-        return Mean(wide, loss.count) if isinstance(loss, Mean) else wide
-
-    return scaled
-
-
-def _weight(count: Tensor | None) -> Tensor:
-    """Of a microbatch, in the mean over all.
-
-    Raises:
-        ShardError: the count has a derivative, so that the gradient of the quotient is no mean of gradients.
-    """
-    if count is not None and count.requires_grad:
-        why = "Trainer.step: loss_fn returns sf.data.Mean(total, count) with a count that depends on the parameters"
-        raise ShardError(f"{why}. Use accumulate=1, or count.detach() to leave its derivative out")
-    return torch.ones((), dtype=torch.float64) if count is None else count
-
-
-def _advance(scaler: torch.amp.GradScaler, norm: Tensor) -> bool:
-    """Whether the gradients of a step are finite on all ranks, as their global norm says; choose the next scale."""
-    finite, state = bool(norm.isfinite()), scaler.state_dict()
-    good = state["_growth_tracker"] + 1 if finite else 0
-    grows = good == state["growth_interval"]
-    factor = state["growth_factor"] if grows else 1.0 if finite else state["backoff_factor"]
-    scaler.load_state_dict(state | {"scale": state["scale"] * factor, "_growth_tracker": 0 if grows else good})
-    return finite
-
-
-def _scaled(loss: Tensor, grads: Params, factor: Tensor) -> tuple[Tensor, Params]:
-    return loss * factor.to(loss.dtype), map_local(lambda g: g * factor.to(g.dtype), grads)

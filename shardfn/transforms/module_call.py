@@ -176,7 +176,7 @@ class _Call:
                 raise (problem or error) from None
         if problem is not None:
             raise problem
-        if not self.loops:
+        if comm.JOURNALS and not self.loops:
             comm.note_batch(self.grid, self.kept.compute, (args, kwargs), self.kept.calls)
         return adjust
 

@@ -5,4 +5,4 @@ Read `records` (what a rank says of itself), `verdicts` (whether ranks can go on
 here: checks before a call, which are `comm/agreement.py`.
 """
 
-from shardfn.watch.watcher import EXIT_CODE, call, watch_for
+from shardfn.watch.watcher import call, watch, watch_for

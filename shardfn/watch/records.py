@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -124,7 +123,7 @@ def look_at(thread: int) -> tuple[str | None, list[str]]:
 
     A backward on an accelerator runs in a thread of torch's: then it is that one's.
     """
-    now = sys._current_frames()
+    now = _torch.frames_of_threads()
     innermost = now.get(thread)
     if innermost is None:
         return None, []
@@ -175,8 +174,7 @@ def described(error: BaseException) -> str:
 
 def broken_off(thread: int) -> str | None:
     """An error that a thread handles now, in the user's code, if it left a forward, a backward or a step by it."""
-    current: Any = sys._current_exceptions().get(thread)
-    error = current[1] if isinstance(current, tuple) else current  # torch supports 3.11, where it is a tuple
+    error = _torch.error_handled_by(thread)
     if error is None or _torch.is_of_peers(error):
         return None
     paths = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -255,7 +255,7 @@ class Watcher:
         if self._heard_within(_NOTICE):
             return
         print(f"rank {self.record.rank} had to be ended: {self.verdict}", file=sys.stderr)
-        if (frame := sys._current_frames().get(self._main)) is not None:
+        if (frame := _torch.frames_of_threads().get(self._main)) is not None:
             traceback.print_stack(frame)
         sys.stderr.flush()
         os._exit(EXIT_CODE)
@@ -315,6 +315,39 @@ def watch_for(owner: object, mesh: DeviceMesh) -> None:
         _at_exit()
         watcher = _WATCHERS[ranks] = Watcher(mesh)
     watcher.begin(owner, mesh)
+
+
+class _Loop:
+    """The owner of what goes on within `watch`."""
+
+
+@contextmanager
+def watch(mesh: DeviceMesh) -> Iterator[None]:
+    """Within it the ranks of a mesh watch one another: when one does not come, all end with an error that says why.
+
+    For loops of functions; a `Trainer` and the compatible classes do it by themselves. A thread of each rank tells the
+    others twice a second where it is. When a rank has ended, has left the loop by an error, is in another collective
+    than the others, computes with other inputs or random numbers than its neighbours along `tp`, or does not come
+    within 0.9 of the timeout of the mesh, all raise a `ShardError` that names it. A rank that computes, saves, or
+    waits for its data is no reason, however long the others wait for it.
+
+        >>> import torch, shardfn as sf
+        >>> mesh = sf.make_mesh("cpu", fsdp=1)
+        >>> with sf.collectives.watch(mesh):
+        ...     total = sf.collectives.psum(torch.ones(2), mesh, "fsdp")
+
+    Args:
+        mesh: a mesh with axis names; over one rank there is nothing to watch.
+
+    Raises:
+        ShardError: ranks have gone apart; the message says who, where each rank is, and what differs.
+
+    Communication: one small all-gather over the mesh, the first time; none in the loop.
+    """
+    loop = _Loop()
+    watch_for(loop, mesh)
+    with call(mesh, "run the loop"):
+        yield
 
 
 def call(mesh: DeviceMesh, what: str) -> AbstractContextManager[None]:
