@@ -24,7 +24,17 @@ from shardfn.comm.collectives import axis_index, axis_size, into_losses, pmean, 
 from shardfn.comm.collectives import psum_scatter, pvary, shard_slice
 from shardfn.comm.flat_memory import BufferPool, Buffers, FreshBuffers, map_runs, merged, portions
 from shardfn.comm.gloo_messages import CALLS
-from shardfn.comm.journal import JOURNALS, Entry, Journal, explained, journal_of, keep_journal, note_of_ranks
+from shardfn.comm.journal import (
+    JOURNALS,
+    Entry,
+    Journal,
+    Line,
+    explained,
+    journal_of,
+    keep_journal,
+    note,
+    note_of_ranks,
+)
 from shardfn.comm.packing import host_of
 from shardfn.comm.raw_collectives import Explain, AsyncCollective, Steps, accumulation_dtype, backend_of, gather_flat
 from shardfn.comm.raw_collectives import sum_flat_

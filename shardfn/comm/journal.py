@@ -14,7 +14,8 @@ from zlib import crc32
 from shardfn._torch import is_of_peers
 from shardfn.notation import ShardError
 
-_KEPT = 64  # entries of a line, so that the first one that differs is found
+_KEPT = 4096  # entries of a line, so that the first one that differs is found
+_APART, _MILESTONES, _NEWEST = 64, 32, 16  # of how many entries others hear the hashes, and of which
 _MOST_TEXTS = 4096
 
 Entry = tuple[int, int, str]  # its number, the hash of all up to it, what was done
@@ -26,12 +27,19 @@ class Line:
     def __init__(self) -> None:
         self.count = self._hash = 0
         self.recent: deque[Entry] = deque(maxlen=_KEPT)
+        self._milestones: deque[tuple[int, int]] = deque(maxlen=_MILESTONES)
 
     def add(self, text: str, mark: int) -> None:
         """One more."""
         self.count += 1
         self._hash = (self._hash * 1_000_003 + mark) & 0xFFFF_FFFF_FFFF
         self.recent.append((self.count, self._hash, text))
+        if self.count % _APART == 0:
+            self._milestones.append((self.count, self._hash))
+
+    def marks(self) -> list[tuple[int, int]]:
+        """Hashes of entries by which two ranks that do not count in step find out whether they have done the same."""
+        return [*self._milestones, *(entry[:2] for entry in [*self.recent][-_NEWEST:])]
 
 
 class Watches(Protocol):

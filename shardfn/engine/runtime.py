@@ -24,9 +24,8 @@ axes again, and torch's own rules and hooks do the rest.
 
 import secrets
 from collections.abc import Hashable, Mapping
-from contextlib import suppress
-from datetime import timedelta
 from functools import cached_property
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 import torch
@@ -40,9 +39,9 @@ from shardfn.engine.reductions import Accumulation
 from shardfn.layout import Grid, Plan, modules_above, part_of
 from shardfn.notation import ShardError
 
-# How long a rank waits for the others to ask for the same unit: as long as NCCL waits for a collective. One rank may
+# Seconds that a rank waits for the others to ask for the same unit: as long as NCCL waits for a collective. One rank may
 # have been saving a checkpoint before it comes.
-_PATIENCE, _SLICE = timedelta(minutes=10), timedelta(seconds=1)
+_PATIENCE = 600.0
 
 
 class Event(NamedTuple):
@@ -78,6 +77,7 @@ class Order:
     def _agree(self, event: str) -> None:
         """Meet the other ranks at the store: the first one says what it does, the last one lets all go on."""
         store, ranks = _torch.default_store(), self._grid.ranks
+        comm.note(self._grid.mesh, f"say that it is to {event}")
         key = f"{self._prefix}/{self.asked}"
         self.asked += 1
         mine = f"rank {dist.get_rank()} is about to {event}"
@@ -89,7 +89,7 @@ class Order:
         if not self._comes(store, f"{key}/go"):
             count = store.add(f"{key}/count", 0)
             here = f"{len(ranks) - count} of {len(ranks)} ranks did not come to the same point"
-            self._refuse(f"{mine}, {here} within {_PATIENCE.total_seconds():g} s")
+            self._refuse(f"{mine}, {here} within {_PATIENCE:g} s")
         if (refusal := self._refusal()) is not None:
             # Ranks that wait for this one shall hear of it now, not when the timeout of the group is over.
             for axis, group in self._grid.groups.items():
@@ -98,14 +98,16 @@ class Order:
             raise refusal
 
     def _comes(self, store: Any, key: str) -> bool:
-        """Wait for a key; in slices, since a run may be over meanwhile."""
-        for _ in range(int(_PATIENCE / _SLICE)):
-            with suppress(RuntimeError, dist.DistError):
-                store.wait([key], _SLICE)
-                return True
-            if (journal := comm.journal_of(self._grid.mesh)) is not None:
+        """Wait for a key, until the run is over."""
+        journal, end, pause = comm.journal_of(self._grid.mesh), monotonic() + _PATIENCE, 1e-4
+        while not store.check([key]):
+            if journal is not None:
                 journal.require_going_on()
-        return False
+            if monotonic() > end:
+                return False
+            sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return True
 
     def explained(self, error: RuntimeError) -> Exception:
         """Why a communication failed: what another rank said before it broke off, or the error itself."""

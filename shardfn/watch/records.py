@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 
 from shardfn import _torch
-from shardfn.comm import CALLS, Entry, Journal
+from shardfn.comm import CALLS, Entry, Journal, Line
 
 _ROOT, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 # Code in which a thread that stands waits for other ranks.
@@ -47,7 +47,8 @@ class Record:
     process: int
     tick: int = 0
     counts: dict[str, int] = field(default_factory=dict)  # of what it has begun, by who does the same
-    recent: dict[str, list[Entry]] = field(default_factory=dict)  # the last things it did, by who does the same
+    marks: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # of its journals: numbers and hashes
+    entries: dict[str, list[Entry]] = field(default_factory=dict)  # of the line for which it was asked
     doing: str = ""  # a call of a trainer, in which it is
     last: str = ""  # what it wrote in a journal
     calls: dict[str, str] = field(default_factory=dict)  # of what torch recorded, while it waits, by group and number
@@ -101,15 +102,15 @@ def state_of(record: Record) -> str:
 
 def counts_of(journals: Mapping[Any, Journal]) -> dict[str, int]:
     """How many collectives this process has begun, and things that are in its journals."""
-    counts = {key: line.count for journal in journals.values() for key, line in journal.lines.items()}
+    counts = {key: line.count for key, line in lines_of(journals).items()}
     for (name, ranks), count in _torch.numbers_of_calls().items():
         counts[f"group {name} {ranks[0]} {crc32(repr(ranks).encode())}"] = count + CALLS[name]
     return counts
 
 
-def recent_of(journals: Mapping[Any, Journal]) -> dict[str, list[Entry]]:
-    """The last things in the journals."""
-    return {key: list(line.recent) for journal in journals.values() for key, line in journal.lines.items()}
+def lines_of(journals: Mapping[Any, Journal]) -> dict[str, Line]:
+    """All lines of the journals."""
+    return {key: line for journal in journals.values() for key, line in journal.lines.items()}
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -13,6 +13,7 @@ differ, which says that it is not the same one everywhere.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from shardfn.watch.records import Record
 
@@ -26,6 +27,13 @@ _ADVICE = {
     "gone": "Its own output, or that of the launcher, says why: a signal, out of memory, a lost machine.",
     "late": "Raise make_mesh(timeout=...) if it was to take as long.",
 }
+
+
+class Question(NamedTuple):
+    """Two ranks have to tell what is in a line of their journals, so that the verdict can say what differs."""
+
+    key: str
+    ranks: tuple[int, int]  # one of the few that differ, and one of the others
 
 
 def behind(record: Record, other: Record) -> bool:
@@ -44,8 +52,8 @@ def stuck(records: Records) -> set[int]:
 
 def verdict(
     records: Records, stands: Mapping[int, int], states: Mapping[int, str], waited: Mapping[int, float], timeout: float
-) -> str | None:
-    """Why the run is over, if it is: the same message for all ranks.
+) -> str | Question | None:
+    """Why the run is over, if it is: the same message for all ranks, or what has to be known for it.
 
     Args:
         records: of all ranks that have said something.
@@ -54,8 +62,11 @@ def verdict(
         waited: seconds for which each has waited in the collective that it is in.
         timeout: seconds after which one that waits gives up.
     """
-    if (apart := _first_difference(records)) is not None:
-        return _told("differ", *(_went_on(records) or apart), records)
+    if (apart := _difference(records)) is not None:
+        question, few = apart
+        if not all(question.key in records[rank].entries for rank in question.ranks):
+            return question
+        return _told("differ", *(_went_on(records) or (_first_difference(question, records), few)), records)
     waiting = {r: x for r, x in records.items() if x.ended is None and (x.asks or (x.waits and stands[r]))}
     lost = {rank: why for rank, record in records.items() if (why := _never_comes(record, states[rank])) is not None}
     for rank, (kind, why) in lost.items():
@@ -98,24 +109,29 @@ def _went_on(records: Records) -> tuple[str, set[int]] | None:
     return f"{first.name} left {first.broke}, and went on without the others", ranks
 
 
-def _first_difference(records: Records) -> tuple[str, set[int]] | None:
-    """Where journals differ that should be alike, and the ranks of which there are fewest."""
-    for key in sorted({key for record in records.values() for key in record.recent}):
-        rows = {
-            rank: {number: (mark, text) for number, mark, text in x.recent[key]}
-            for rank, x in records.items()
-            if key in x.recent
-        }
-        common = sorted(set.intersection(*map(set, rows.values()))) if len(rows) > 1 else []
-        for number in common:
-            marks = [rows[rank][number][0] for rank in sorted(rows)]
+def _difference(records: Records) -> tuple[Question, set[int]] | None:
+    """The line of journals that is not alike on all ranks, and the ranks of which there are fewest."""
+    for key in sorted({key for record in records.values() for key in record.marks}):
+        hashes = {rank: dict(record.marks[key]) for rank, record in sorted(records.items()) if key in record.marks}
+        for number in sorted(set.intersection(*map(set, hashes.values()))):
+            marks = [of_rank[number] for of_rank in hashes.values()]
             if len(set(marks)) > 1:
-                few = _minority(marks, sorted(rows))
-                others = next(rank for rank in sorted(rows) if rank not in few)
-                one = min(few)
-                where = f", and ranks like {others} to {rows[others][number][1]}"
-                return f"{records[one].name} was to {rows[one][number][1]}{where}", few
+                few = _minority(marks, [*hashes])
+                return Question(key, (min(few), next(rank for rank in hashes if rank not in few))), few
     return None
+
+
+def _first_difference(question: Question, records: Records) -> str:
+    """What two ranks did where their journals begin to differ."""
+    one, other = question.ranks
+    mine, theirs = ({n: (mark, text) for n, mark, text in records[rank].entries[question.key]} for rank in (one, other))
+    for number in sorted(mine.keys() & theirs.keys()):
+        if mine[number] != theirs[number]:
+            where = f"ranks like {other} to {theirs[number][1]}"
+            if mine[number][1] != theirs[number][1]:
+                return f"{records[one].name} was to {mine[number][1]}, and {where}"
+            break
+    return f"{records[one].name} has done something else than ranks like {other}"
 
 
 def _crossed(records: Records) -> tuple[str, set[int]] | None:

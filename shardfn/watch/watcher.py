@@ -9,17 +9,18 @@ error, whoever computes gets it with the next entry of the journal, and who does
 """
 
 import atexit
+import json
 import os
 import secrets
 import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
-from time import monotonic
+from time import monotonic, sleep
 from types import TracebackType
 from typing import Any
 from zlib import crc32
@@ -37,9 +38,10 @@ from shardfn.watch.records import Record
 
 _INTERVAL = 0.5  # seconds between two looks
 _SUCCESSION = 6  # looks at the same sign of life of the one who decides, until the next one does
-_QUIET = 6, 120  # looks without one of a rank, until its process is looked at, and until one elsewhere is given up
-_PATIENCE = 4.0  # seconds that an error of a communication waits for the verdict
+_QUIET = 2, 120  # looks without one of a rank, until its process is looked at, and until one elsewhere is given up
+_PATIENCE = 6.0  # seconds that an error of a communication waits for the verdict
 _NOTICE = 2.0  # seconds after a verdict until a rank is interrupted, and from then until it is ended
+_REMEMBERED = 100  # calls after one that was left by an error, until that is forgotten
 _FAREWELL = 12  # half intervals that a rank which ends by an error stays for those that wait for it
 EXIT_CODE = 70  # of a rank that had to be ended
 _MARGIN = 0.9  # of the timeout of a group: ours is said before theirs
@@ -63,6 +65,7 @@ class Watcher:
         self.timeout = _MARGIN * _torch.timeout_of(mesh.get_group(0)).total_seconds()
         self.verdict: str | None = None
         self._inside = 0  # calls
+        self._since_broken = 0  # calls
         self._without_store = False
         self._known: dict[int, Record] = {}
         self._stands: dict[int, int] = {}  # rank -> for how many looks it has not moved
@@ -115,18 +118,18 @@ class Watcher:
             if isinstance(error, RuntimeError) and is_of_peers(error):
                 if (why := self.explained(error)) is not error:
                     raise why from error
-            self.record.broke = f"{what} by {records.described(error)}"
+            self.record.broke, self._since_broken = f"{what} by {records.described(error)}", 0
             raise
         finally:
             self._inside -= 1
-        self.record.doing, self.record.broke = f"after {what}", None
+        self.record.doing, self._since_broken = f"after {what}", self._since_broken + 1
+        if self._since_broken > _REMEMBERED:
+            self.record.broke = None
 
     def explained(self, error: RuntimeError) -> Exception:
         """Why a communication failed: the verdict, which may take a moment."""
         self.record.asks = True
-        end = monotonic() + _PATIENCE
-        while self.verdict is None and self._thread.is_alive() and monotonic() < end:
-            self._stop.wait(0.05)
+        self._until(lambda: self.verdict is not None or not self._thread.is_alive(), _PATIENCE)
         if self.verdict is None and not self._without_store:
             return error
         self._hear()
@@ -141,6 +144,9 @@ class Watcher:
         self.record.ended = self.record.ended or "normally"
         self._stop.set()
         self._thread.join(20 * _INTERVAL)
+        if self.verdict is not None and dist.get_rank() == 0:  # whose process may have the store
+            with suppress(RuntimeError, dist.DistError):
+                self._until(lambda: self._store.add("heard", 0) >= len(self.ranks), _PATIENCE)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -155,15 +161,11 @@ class Watcher:
         looks = 1 + _FAREWELL * (self.record.ended != "normally")
         while self._look() and self.verdict is None and looks > 1 and self._is_missed():
             looks -= 1
-            self._pause()
+            sleep(_INTERVAL / 2)
 
     def _is_missed(self) -> bool:
         """Whether somebody may wait for this rank."""
         return any(record.ended is None for rank, record in self._known.items() if rank != self.record.rank)
-
-    @staticmethod
-    def _pause() -> None:
-        threading.Event().wait(_INTERVAL / 2)
 
     def _look(self) -> bool:
         """Tell, read and decide; whether the store is still there."""
@@ -175,23 +177,31 @@ class Watcher:
 
     def _tell(self) -> None:
         me = self.record
-        before, me.counts, me.recent = me.counts, records.counts_of(self.journals), records.recent_of(self.journals)
+        before, me.counts, lines = me.counts, records.counts_of(self.journals), records.lines_of(self.journals)
+        me.marks = {key: line.marks() for key, line in lines.items()}
         me.waits, me.at, me.failed, me.calls = None, [], None, {}
         # A frame that is looked at keeps alive what it has, longer than on other ranks: only where nothing moves.
         if before == me.counts and me.ended is None and not me.asks:
             me.waits, me.at = records.look_at(self._main)
-            me.failed = (None if self._inside else me.broke) or records.broken_off(self._main)
+            me.failed = (None if self._inside or self._since_broken else me.broke) or records.broken_off(self._main)
             if me.waits is not None:
                 me.calls = {f"{name} {number}": what for (name, number), what in _torch.last_calls().items()}
+        if self._store.check(["question"]) and not me.entries:
+            key, ranks = json.loads(self._store.get("question"))
+            me.entries = {key: list(lines[key].recent)} if me.rank in ranks and key in lines else {}
         me.last = next(reversed([*self.journals.values()])).last if self.journals else ""
         me.tick += 1
         self._store.set(str(me.rank), me.dumps())
         if self._decides():
             self._read()
-            if (why := self._judge()) is not None:
+            why = self._judge()
+            if isinstance(why, verdicts.Question):
+                self._store.compare_set("question", "", json.dumps(why))
+            elif why is not None:
                 self._store.compare_set("verdict", "", why)
         if self._store.check(["verdict"]):
             self.verdict = self._store.get("verdict").decode()
+            self._store.add("heard", 1)
 
     def _decides(self) -> bool:
         """Whether this rank is the one who decides: the first one of which there are signs of life."""
@@ -226,7 +236,7 @@ class Watcher:
                 self._since.setdefault(rank, now)
             self._known[rank] = record
 
-    def _judge(self) -> str | None:
+    def _judge(self) -> str | verdicts.Question | None:
         now = monotonic()
         waited = {rank: now - self._since.get(rank, now) for rank in self._known}
         states = {rank: self._state_of(rank) for rank in self._known}
@@ -261,12 +271,18 @@ class Watcher:
         os._exit(EXIT_CODE)
 
     def _heard_within(self, seconds: float) -> bool:
+        """Whether the main thread raises it, or is at its end."""
+        return self._until(lambda: self.record.ended or any(x.heard for x in self.journals.values()), seconds)
+
+    @staticmethod
+    def _until(holds: Callable[[], object], seconds: float) -> bool:
+        """Wait until something holds; whether it did within so many seconds."""
         end = monotonic() + seconds
-        while monotonic() < end:
-            if self.record.ended is not None or any(journal.heard for journal in self.journals.values()):
-                return True
-            self._pause()
-        return False
+        while not holds():
+            if monotonic() > end:
+                return False
+            sleep(_INTERVAL / 20)
+        return True
 
 
 def _raises(message: str) -> type[ShardError]:

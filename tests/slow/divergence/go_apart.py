@@ -67,10 +67,11 @@ class Apart(Job):
     def outcome(self) -> Outcome:
         exits = self._scripts.exits()
         others = [one for rank, one in enumerate(exits) if rank not in self._victims]
-        may_end = (ways.has_no_more_batches, ways.raises_in_its_loader)  # the rank itself, in its own way
-        told = {one.verdict for i, one in enumerate(others) if not (i == ways.BAD and self.way.do in may_end)}
         seconds = max(one.seconds for one in others)
-        ended = all(one.code not in (None, 0) for one in others) or self.way.do in may_end
+        told = {one.verdict for one in others}
+        if by_itself := any("rank 1" in text and " has ended " in text for text in told):
+            told = {one.verdict for rank, one in enumerate(others) if rank != ways.BAD}  # it has its own error, or none
+        ended = all(one.code is not None and (one.code != 0 or by_itself) for one in others)
         full = max((one.output for one in others), key=lambda text: text.count("\n  rank"))
         says = next(iter(told)) if len(told) == 1 else f"{len(told)} MESSAGES {told}"
         names = "rank 1 (" in says or "ranks [" in says
