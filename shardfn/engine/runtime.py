@@ -39,8 +39,8 @@ from shardfn.engine.reductions import Accumulation
 from shardfn.layout import Grid, Plan, modules_above, part_of
 from shardfn.notation import ShardError
 
-# Seconds that a rank waits for the others to ask for the same unit: as long as NCCL waits for a collective. One rank may
-# have been saving a checkpoint before it comes.
+# Seconds that a rank waits for the others to ask for the same unit: as long as NCCL waits for a collective. One rank
+# may have been saving a checkpoint before it comes.
 _PATIENCE = 600.0
 
 

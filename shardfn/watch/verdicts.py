@@ -69,7 +69,7 @@ def verdict(
         return _told("differ", *(_went_on(records) or (_first_difference(question, records), few)), records)
     waiting = {r: x for r, x in records.items() if x.ended is None and (x.asks or (x.waits and stands[r]))}
     lost = {rank: why for rank, record in records.items() if (why := _never_comes(record, states[rank])) is not None}
-    for rank, (kind, why) in lost.items():
+    for rank, (kind, why) in sorted(lost.items(), key=lambda each: "lost its connection" in each[1][1]):
         if any(other != rank and (behind(records[rank], x) or x.asks) for other, x in waiting.items()):
             return _told(kind, f"{records[rank].name} {why}", {rank}, records)
     circle = stuck({rank: record for rank, record in records.items() if stands[rank] >= 3 or record.waits is None})

@@ -73,6 +73,7 @@ class Watcher:
         self._since: dict[int, float] = {}  # rank -> since when it waits in the same collective
         self._leader = ("", 0)  # what the one who decides said last, and for how many looks
         self._stop = threading.Event()
+        self._tell()  # so that it is known of a rank that ends at once
         self._thread = threading.Thread(target=self._run, name="shardfn watcher", daemon=True)
         self._thread.start()
 
@@ -132,12 +133,9 @@ class Watcher:
         self._until(lambda: self.verdict is not None or not self._thread.is_alive(), _PATIENCE)
         if self.verdict is None and not self._without_store:
             return error
-        self._hear()
-        return ShardError(self.verdict or _NO_STORE)
-
-    def _hear(self) -> None:
         for journal in self.journals.values():
             journal.heard = True
+        return ShardError(self.verdict or _NO_STORE)
 
     def ends(self) -> None:
         """The process ends: the others hear of it, and after an error of who waits for it."""
@@ -146,7 +144,8 @@ class Watcher:
         self._thread.join(20 * _INTERVAL)
         if self.verdict is not None and dist.get_rank() == 0:  # whose process may have the store
             with suppress(RuntimeError, dist.DistError):
-                self._until(lambda: self._store.add("heard", 0) >= len(self.ranks), _PATIENCE)
+                gone = sum(self._state_of(rank) in ("gone", "stopped") for rank in self._known)
+                self._until(lambda: self._store.add("heard", 0) >= len(self.ranks) - gone, _NOTICE)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -168,14 +167,16 @@ class Watcher:
         return any(record.ended is None for rank, record in self._known.items() if rank != self.record.rank)
 
     def _look(self) -> bool:
-        """Tell, read and decide; whether the store is still there."""
+        """Tell and hear; whether the store is still there."""
         try:
             self._tell()
+            self._hear()
         except (RuntimeError, dist.DistError):
             self._without_store = self.verdict is None
         return not self._without_store
 
     def _tell(self) -> None:
+        """Write the record of this rank."""
         me = self.record
         before, me.counts, lines = me.counts, records.counts_of(self.journals), records.lines_of(self.journals)
         me.marks = {key: line.marks() for key, line in lines.items()}
@@ -192,6 +193,9 @@ class Watcher:
         me.last = next(reversed([*self.journals.values()])).last if self.journals else ""
         me.tick += 1
         self._store.set(str(me.rank), me.dumps())
+
+    def _hear(self) -> None:
+        """Decide, if that is this rank's, and read what was decided."""
         if self._decides():
             self._read()
             why = self._judge()
@@ -304,7 +308,9 @@ def _at_exit() -> None:
             if isinstance(error, RuntimeError) and is_of_peers(error):
                 if (why := watcher.explained(error)) is not error:
                     kind, error = type(why), why.with_traceback(trace)
-            watcher.record.ended = watcher.record.ended or f"by {records.described(error)}"
+            lost = isinstance(error, RuntimeError) and is_of_peers(error)
+            how = "after others, to which it lost its connection" if lost else f"by {records.described(error)}"
+            watcher.record.ended = watcher.record.ended or how
         otherwise(kind, error, trace)
 
     sys.excepthook = hook

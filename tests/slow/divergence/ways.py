@@ -442,9 +442,11 @@ def works_in_the_backward(run: Run, seconds: float) -> None:
 
 def evaluates_its_copy(run: Run, seconds: float) -> None:
     if run.hit:
-        copy, until = Net(), time.monotonic() + seconds
-        while time.monotonic() < until:
-            copy(run.batch()[0]).sum().backward()
+        until = time.monotonic() + seconds
+        with torch.random.fork_rng():
+            copy = Net()
+            while time.monotonic() < until:
+                copy(run.batch()[0]).sum().backward()
 
 
 def writes_a_file(run: Run, seconds: float) -> None:
