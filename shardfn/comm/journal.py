@@ -64,7 +64,7 @@ class Journal:
         self._marks: dict[Hashable, tuple[str, int]] = {}
         self.watcher = watcher
         self.over: str | None = None  # why the run is
-        self.last = ""  # what was done last
+        self.last: deque[str] = deque(maxlen=4)  # what was done last
         self.heard = False  # whether somebody was told so
 
     def note(self, what: Hashable, axis: str = "") -> None:
@@ -78,7 +78,7 @@ class Journal:
             if len(self._marks) >= _MOST_TEXTS:
                 self._marks.clear()
             known = self._marks[what] = str(what), crc32(str(what).encode())
-        self.last = known[0]
+        self.last.append(known[0])
         self._of[axis].add(*known)
 
     def require_going_on(self) -> None:

@@ -50,7 +50,7 @@ class Record:
     marks: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # of its journals: numbers and hashes
     entries: dict[str, list[Entry]] = field(default_factory=dict)  # of the line for which it was asked
     doing: str = ""  # a call of a trainer, in which it is
-    last: str = ""  # what it wrote in a journal
+    last: list[str] = field(default_factory=list)  # what it wrote in its journals
     calls: dict[str, str] = field(default_factory=dict)  # of what torch recorded, while it waits, by group and number
     waits: str | None = None  # the collective in which its thread stands
     at: list[str] = field(default_factory=list)  # its stack, innermost first

@@ -166,5 +166,14 @@ def _told(kind: str, what: str, ranks: set[int], records: Records) -> str:
 
 def _place(record: Record) -> str:
     now = "has ended" if record.ended is not None else f"waits in {record.waits}" if record.waits else "runs"
-    last = f"last: {record.last}" if record.last != record.doing else ""
+    last = f"last: {record.last[-1]}" if record.last and record.last[-1] != record.doing else ""
     return ", ".join(filter(None, [record.doing, last, now, *(f"at {place}" for place in record.at[:1])]))
+
+
+def report(records: Records) -> str:
+    """Where all ranks are: what they did last, and their stacks, each once. For the log, by the one who decides."""
+    stacks: dict[tuple[str, ...], list[int]] = {}
+    for rank, record in sorted(records.items()):
+        stacks.setdefault((", ".join(record.last), " < ".join(record.at)), []).append(rank)
+    rows = [f"  ranks {ranks}: did {last or 'nothing'}; at {at or '?'}" for (last, at), ranks in stacks.items()]
+    return "\n".join(["where all ranks are, innermost first:", *rows])

@@ -38,7 +38,9 @@ from shardfn.watch.records import Record
 
 _INTERVAL = 0.5  # seconds between two looks
 _SUCCESSION = 6  # looks at the same sign of life of the one who decides, until the next one does
-_QUIET = 2, 120  # looks without one of a rank, until its process is looked at, and until one elsewhere is given up
+# Looks without a sign of life of a rank, until its process is looked for, until one that is stopped is given up, and
+# until one on another host is.
+_QUIET = 2, 10, 120
 _PATIENCE = 6.0  # seconds that an error of a communication waits for the verdict
 _NOTICE = 2.0  # seconds after a verdict until a rank is interrupted, and from then until it is ended
 _REMEMBERED = 100  # calls after one that was left by an error, until that is forgotten
@@ -57,7 +59,7 @@ class Watcher:
         under: Any = dist.__dict__["PrefixStore"]
         self._store = under(f"shardfn/watch/{number}", _torch.other_client(_torch.default_store()))
         self._store.set_timeout(timedelta(seconds=5))
-        self._world, self._main = dist.group.WORLD, threading.main_thread().ident or 0
+        self._world, self._trains = dist.group.WORLD, threading.get_ident()  # the thread that does
         coordinates = ", ".join(f"{axis}={mesh.get_local_rank(axis)}" for axis in axes_of(mesh))
         self.record = Record(dist.get_rank(), coordinates, records.this_host(), os.getpid())
         self.journals: dict[DeviceMesh, Journal] = {}
@@ -110,7 +112,7 @@ class Watcher:
         Raises:
             ShardError: why the run is over, where a communication failed for that.
         """
-        self.record.doing = what
+        self.record.doing, self.record.asks = what, False
         journal.note(what)
         self._inside += 1
         try:
@@ -139,6 +141,8 @@ class Watcher:
 
     def ends(self) -> None:
         """The process ends: the others hear of it, and after an error of who waits for it."""
+        if os.getpid() != self.record.process:  # a child, which shares the connection
+            return
         self.record.ended = self.record.ended or "normally"
         self._stop.set()
         self._thread.join(20 * _INTERVAL)
@@ -183,14 +187,14 @@ class Watcher:
         me.waits, me.at, me.failed, me.calls = None, [], None, {}
         # A frame that is looked at keeps alive what it has, longer than on other ranks: only where nothing moves.
         if before == me.counts and me.ended is None and not me.asks:
-            me.waits, me.at = records.look_at(self._main)
-            me.failed = (None if self._inside or self._since_broken else me.broke) or records.broken_off(self._main)
+            me.waits, me.at = records.look_at(self._trains)
+            me.failed = (None if self._inside or self._since_broken else me.broke) or records.broken_off(self._trains)
             if me.waits is not None:
                 me.calls = {f"{name} {number}": what for (name, number), what in _torch.last_calls().items()}
         if self._store.check(["question"]) and not me.entries:
             key, ranks = json.loads(self._store.get("question"))
             me.entries = {key: list(lines[key].recent)} if me.rank in ranks and key in lines else {}
-        me.last = next(reversed([*self.journals.values()])).last if self.journals else ""
+        me.last = [text for journal in self.journals.values() for text in journal.last]
         me.tick += 1
         self._store.set(str(me.rank), me.dumps())
 
@@ -201,8 +205,8 @@ class Watcher:
             why = self._judge()
             if isinstance(why, verdicts.Question):
                 self._store.compare_set("question", "", json.dumps(why))
-            elif why is not None:
-                self._store.compare_set("verdict", "", why)
+            elif why is not None and self._store.compare_set("verdict", "", why) == why.encode():
+                print(verdicts.report(self._known), file=sys.stderr, flush=True)
         if self._store.check(["verdict"]):
             self.verdict = self._store.get("verdict").decode()
             self._store.add("heard", 1)
@@ -247,11 +251,13 @@ class Watcher:
         return verdicts.verdict(self._known, self._stands, states, waited, self.timeout)
 
     def _state_of(self, rank: int) -> str:
-        quiet, given_up = _QUIET
-        if self._silent[rank] < quiet:
+        gone, stopped, elsewhere = _QUIET
+        if (silent := self._silent[rank]) < gone:
             return "runs"
         state = records.state_of(self._known[rank])
-        return "silent" if state == "unknown" and self._silent[rank] >= given_up else state
+        if state == "stopped" and silent < stopped:
+            return "runs"
+        return "silent" if state == "unknown" and silent >= elsewhere else state
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -265,11 +271,11 @@ class Watcher:
         _torch.close_all_connections()
         if self._heard_within(_NOTICE):
             return
-        _torch.interrupt(self._main, _raises(self.verdict))
+        _torch.interrupt(self._trains, _raises(self.verdict))
         if self._heard_within(_NOTICE):
             return
         print(f"rank {self.record.rank} had to be ended: {self.verdict}", file=sys.stderr)
-        if (frame := _torch.frames_of_threads().get(self._main)) is not None:
+        if (frame := _torch.frames_of_threads().get(self._trains)) is not None:
             traceback.print_stack(frame)
         sys.stderr.flush()
         os._exit(EXIT_CODE)
@@ -304,7 +310,7 @@ def _at_exit() -> None:
     otherwise = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        for watcher in _WATCHERS.values():
+        for watcher in (watcher for watcher in _WATCHERS.values() if watcher.record.process == os.getpid()):
             if isinstance(error, RuntimeError) and is_of_peers(error):
                 if (why := watcher.explained(error)) is not error:
                     kind, error = type(why), why.with_traceback(trace)

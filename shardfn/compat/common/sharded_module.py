@@ -231,7 +231,7 @@ def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
     params = held.params(record.reduction, holds_back=lambda unit: units[unit].holds_back)
     if any(unit.scale != 1 for unit in units.values()):
         params.scale_of_gradients = lambda unit: units[unit].scale
-    with call(record.mesh, f"run {method}"):
+    with call(record.mesh, f"call the model's {method}"):
         return held.run(module, params, method, args, kwargs)
 
 

@@ -67,9 +67,9 @@ class Scripts:
             main(rank, *args)
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
-        except BaseException:
+        except BaseException as error:
             code = 1
-            sys.excepthook(*sys.exc_info())
+            sys.excepthook(type(error), error, error.__traceback__)
         threads: Any = threading
         threads._shutdown()
         atexit._run_exitfuncs()

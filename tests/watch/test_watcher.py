@@ -1,0 +1,132 @@
+"""Ranks that watch one another. What becomes of 34 ways to go apart is in tests/slow/test_divergence.py."""
+
+import gc
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from drawing import untyped
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+from shardfn.comm.journal import JOURNALS, journal_of
+from shardfn.testing import on_meshes, run, run_raises
+
+
+def _counts(mesh: DeviceMesh) -> dict[str, int]:
+    journal = journal_of(mesh)
+    assert journal is not None
+    return {key: line.count for key, line in journal.lines.items()}
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_a_loop_is_watched_until_it_ends(mesh: DeviceMesh) -> None:
+    params = sf.shard(nn.Linear(4, 4), mesh, sf.Policy())
+    with sf.collectives.watch(mesh):
+        before = _counts(mesh)
+        sf.value_and_grad(lambda p, x: sf.apply(nn.Linear(4, 4), p, x).sum())(params, torch.ones(2, 4))
+        after = _counts(mesh)
+        assert sum(after.values()) > sum(before.values())
+        sf.collectives.psum(torch.ones(2), mesh, "tp")
+        along = next(key for key in after if " tp " in key)
+        assert _counts(mesh)[along] == after[along] + 1
+    gc.collect()
+    assert mesh not in JOURNALS
+
+
+@on_meshes({"fsdp": 2})
+def test_a_trainer_is_watched_as_long_as_it_lives(mesh: DeviceMesh) -> None:
+    trainer = sf.Trainer(nn.Linear(4, 4), mesh)
+    assert mesh in JOURNALS
+    trainer(torch.ones(2, 4)).sum().backward()
+    assert _counts(mesh)
+    del trainer
+    gc.collect()
+    assert mesh not in JOURNALS
+
+
+def test_one_rank_needs_no_watch() -> None:
+    mesh = sf.make_mesh("cpu", fsdp=1)
+    with sf.collectives.watch(mesh):
+        assert mesh not in JOURNALS
+
+
+def _one_leaves() -> None:
+    mesh = sf.make_mesh("cpu", fsdp=2, tp=2)
+    with sf.collectives.watch(mesh):
+        for step in range(1000):
+            if step == 2 and dist.get_rank() == 3:
+                raise ValueError("no more samples")
+            sf.collectives.psum(torch.ones(2), mesh, "tp")
+            sf.collectives.psum(torch.ones(2), mesh, "fsdp")
+
+
+def test_all_hear_of_one_that_leaves() -> None:
+    text = str(run_raises(Exception, _one_leaves, ranks=4, timeout=30))
+    assert "ValueError: no more samples" in text
+    assert "rank 3 (fsdp=1, tp=1) left run the loop by ValueError: no more samples, at test_watcher.py" in text
+
+
+def _one_takes_its_time(seconds: float) -> float:
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    total = 0.0
+    with sf.collectives.watch(mesh):
+        for step in range(3):
+            if step == 1 and dist.get_rank() == 1:
+                time.sleep(seconds)
+            total += float(sf.collectives.psum(torch.ones(()), mesh, "fsdp"))
+    return total
+
+
+def test_one_that_takes_its_time_is_waited_for() -> None:
+    assert run(_one_takes_its_time, 5.0, ranks=2) == [6.0, 6.0]
+
+
+def _nan_on_a_rank(nonfinite: Any) -> tuple[list[float], bool, int]:
+    torch.manual_seed(0)
+    mesh = sf.make_mesh("cpu", fsdp=2, tp=2)
+    model = nn.Linear(4, 4)
+
+    def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return (sf.apply(model, params, x) * (float("nan") if is_bad() else 1.0)).square().mean()
+
+    def is_bad() -> bool:
+        return trainer.steps == 1 and dist.get_rank() == 2
+
+    options: dict[str, Any] = {"optimizer": sf.optim.adamw(0.1), "loss_fn": loss_fn, "nonfinite": nonfinite}
+    trainer = sf.Trainer(model, mesh, **options)
+    losses, same = [], True
+    for _ in range(3):
+        before = {name: x.full_tensor() for name, x in trainer.params.items()}
+        losses.append(float(trainer.step(torch.ones(2, 4))["loss"]))
+        now = {name: x.full_tensor() for name, x in trainer.params.items()}
+        if trainer.steps == 2:
+            same = all(torch.equal(now[name], before[name]) for name in now)
+    return losses, same, trainer.steps
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all() -> None:
+    for losses, same, steps in run(_nan_on_a_rank, "skip", ranks=4):
+        assert same
+        assert steps == 3
+        assert losses[2] < losses[0]
+
+
+def test_or_an_error_on_all() -> None:
+    error = run_raises(sf.ShardError, _nan_on_a_rank, "raise", ranks=4)
+    assert "in step 1 the loss is not finite on ranks [2]. Nothing was updated." in str(error)
+
+
+def test_or_goes_on() -> None:
+    of_ranks = run(_nan_on_a_rank, None, ranks=4)
+    for losses, same, _ in (of_ranks[0], of_ranks[2]):  # the ranks that share its gradients
+        assert losses[2] != losses[2]
+        assert not same
+
+
+def test_what_to_do_is_checked() -> None:
+    with pytest.raises(ValueError, match="nonfinite='ignore'"):
+        sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1), nonfinite=untyped("ignore"))
