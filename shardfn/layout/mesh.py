@@ -8,6 +8,7 @@ cases. So every leaf lives on a *storage mesh*: the user's process groups, with 
 is transposed with them, tp neighbours stay neighbours, and no communicator is added.
 """
 
+import atexit
 import os
 import sys
 from collections import OrderedDict
@@ -30,6 +31,7 @@ from shardfn._torch import HashStore, default_store, has_no_memory, on_each_rank
 from shardfn.layout.policy import is_batch_axis
 from shardfn.notation import ShardError
 
+_TIMEOUT = timedelta(minutes=10)
 BATCH_ONLY = ("replicate", "dp_replicate", "*_replicate")
 
 
@@ -110,7 +112,8 @@ def make_mesh(
 
     The last axis lies on neighbouring ranks, so put `tp` last. The process group comes from torchrun's environment
     (nccl on CUDA, gloo on CPU); without a launcher it is a world of one rank. On CUDA the device of `LOCAL_RANK`
-    becomes the current one. From then on a `ShardError` that ends several ranks alike is printed in whole by one.
+    becomes the current one. What it starts ends with the process. From then on a `ShardError` that ends several ranks
+    alike is printed in whole by one.
 
         >>> import shardfn as sf
         >>> mesh = sf.make_mesh("cpu", fsdp=-1, tp=1)
@@ -119,8 +122,8 @@ def make_mesh(
 
     Args:
         device_type: `"cpu"`, `"cuda"`...; default: the accelerator of this machine, else the CPU.
-        timeout: seconds that a collective waits for other ranks, of a process group that this starts; default: torch's,
-            30 minutes on CPU and 10 on CUDA.
+        timeout: seconds that a collective waits for other ranks, of a process group that this starts; default: 10
+            minutes.
         axes: axis name -> number of ranks, outermost first; one may be -1: whatever is left.
 
     Returns:
@@ -145,10 +148,17 @@ def make_mesh(
         launched = "RANK" in os.environ and "MASTER_ADDR" in os.environ
         alone: dict[str, Any] = {} if launched else {"store": HashStore(), "rank": 0, "world_size": 1}
         waits = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
-        dist.init_process_group(backend, timeout=waits, **alone)
+        dist.init_process_group(backend, timeout=waits or _TIMEOUT, **alone)
+        atexit.register(_end_group, os.getpid())
     if not isinstance(sys.excepthook, _PrintOnce):
         sys.excepthook = _PrintOnce(sys.excepthook)
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def _end_group(process: int) -> None:
+    """A process group that was begun here ends with the process: torch may abort where a script forgets to."""
+    if dist.is_initialized() and os.getpid() == process:
+        dist.destroy_process_group()
 
 
 class _PrintOnce(NamedTuple):
@@ -158,6 +168,8 @@ class _PrintOnce(NamedTuple):
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         times = 1
+        if dist.is_initialized() and "nccl" in dist.get_backend():
+            atexit.unregister(_end_group)  # it would wait for ranks that do not come
         if isinstance(error, ShardError) and dist.is_initialized():
             with suppress(RuntimeError):  # the rank that has the store may have ended
                 times = default_store().add(f"printed: {error}", 1)

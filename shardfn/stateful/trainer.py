@@ -68,7 +68,8 @@ class Trainer(nn.Module):
         params: a tree of this model, by `sf.checkpoint.load_safetensors` for example, to begin with. The trainer takes
             it over: steps write into these tensors. Where `mesh` or `policy` is left out, those of the tree count. The
             model's own values do not: it may be on the meta device.
-        resume: where the checkpoints of this run are: `load` of the newest one, if there is one.
+        resume: where the checkpoints of this run are: `load` of the newest one, if there is one. When SIGTERM comes to
+            a rank, all save there after the same step, with what `save` was given last, and end with status 75.
 
     Raises:
         ShardError: as `shard`; `params` that are not laid out as `shard` would lay them out.
@@ -119,6 +120,9 @@ class Trainer(nn.Module):
         self.optimizer, self.loss_fn = optimizer, loss_fn
         self.accumulate, self.clip, self.ema_decay = accumulate, clip, ema
         self.nonfinite = nonfinite
+        self._resumes = (
+            None if resume is None else (resume, dict[str, Any]())
+        )  # where it saves when it has to end, what
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.steps = self._samples = self._own_samples = 0
         self._syncs = True
@@ -132,6 +136,8 @@ class Trainer(nn.Module):
         DRIVERS[self] = None
         self.ema: Params | None = map_local(lambda x: x.detach().clone(), self.params) if ema is not None else None
         self.optimizer_state: Any = optimizer.init(self.params) if optimizer is not None else None
+        if resume is not None:
+            watch.asked_to_stop(self.mesh)  # from now on
         if resume is not None and (found := saved_state.found_in(self.mesh, "Trainer(resume=...)", resume)):
             self._go_on(found, {})
 
@@ -195,7 +201,25 @@ class Trainer(nn.Module):
         self._own_samples += _samples_in(batch)
         for callback in self.callbacks:
             callback(self, out)
+        self._stop_if_asked()
         return out
+
+    def _stop_if_asked(self) -> None:
+        """When SIGTERM came to a rank, all save where they would resume, and end.
+
+        Raises:
+            Stopped: a `SystemExit` with status 75.
+        """
+        if self._resumes is None or not watch.asked_to_stop(self.mesh):
+            return
+        directory, saved_with = self._resumes
+        path = self.save(directory, **saved_with)
+        if torch.distributed.get_rank() == 0:
+            print(
+                f"Trainer: SIGTERM came; saved '{path}', and all ranks end with status {watch.Stopped.STATUS}",
+                flush=True,
+            )
+        raise watch.Stopped
 
     def _step(self, optimizer: optim.Optimizer, batch: tuple[Any, ...]) -> dict[str, Any]:
         params = self.params
@@ -263,7 +287,9 @@ class Trainer(nn.Module):
             self._held.lend(params)
             with autodiff.explained("Trainer.evaluate"):
                 loss = loss_fn(params, *batch)
-            return {"loss": autodiff.value_of(loss, self.params), "tokens": self._tokens(batch)}
+            out = {"loss": autodiff.value_of(loss, self.params), "tokens": self._tokens(batch)}
+        self._stop_if_asked()
+        return out
 
     def save(
         self,
@@ -297,6 +323,8 @@ class Trainer(nn.Module):
 
         Communication: see `sf.checkpoint.save`.
         """
+        if self._resumes is not None:
+            self._resumes = self._resumes[0], {"keep": keep, "keep_every": keep_every, **others}
         with watch.call(self.mesh, "save"):
             counts = exchange_numbers(self.mesh, [self._own_samples])
             self._samples += sum(count for (count,) in counts) * self._data_ranks // len(counts)

@@ -35,6 +35,7 @@ from shardfn.layout import axes_of
 from shardfn.notation import ShardError
 from shardfn.watch import records, verdicts
 from shardfn.watch.records import Record
+from shardfn.watch.stops import TERMINATED, Appointment, next_appointment
 
 _INTERVAL = 0.5  # seconds between two looks
 _SUCCESSION = 6  # looks at the same sign of life of the one who decides, until the next one does
@@ -73,6 +74,8 @@ class Watcher:
         self._stands: dict[int, int] = {}  # rank -> for how many looks it has not moved
         self._silent: dict[int, int] = {}  # rank -> for how many looks it has not said anything
         self._since: dict[int, float] = {}  # rank -> since when it waits in the same collective
+        self.appointment = Appointment()
+        self._steps, self._stops = dict[int, int](), (0, False)
         self._leader = ("", 0)  # what the one who decides said last, and for how many looks
         self._stop = threading.Event()
         self._tell()  # so that it is known of a rank that ends at once
@@ -139,6 +142,18 @@ class Watcher:
             journal.heard = True
         return ShardError(self.verdict or _NO_STORE)
 
+    def ends_here(self) -> bool:
+        """Whether all ranks end after this call, since a signal came to one."""
+        appointment = self.appointment
+        if not appointment.is_now():
+            return False
+        here = appointment.calls
+        while appointment.at == here and appointment.agreed != here and self._thread.is_alive():
+            for journal in self.journals.values():
+                journal.require_going_on()
+            sleep(_INTERVAL / 20)
+        return appointment.agreed == here
+
     def ends(self) -> None:
         """The process ends: the others hear of it, and after an error of who waits for it."""
         if os.getpid() != self.record.process:  # a child, which shares the connection
@@ -195,6 +210,7 @@ class Watcher:
             key, ranks = json.loads(self._store.get("question"))
             me.entries = {key: list(lines[key].recent)} if me.rank in ranks and key in lines else {}
         me.last = [text for journal in self.journals.values() for text in journal.last]
+        me.terminated, me.steps, me.answer = TERMINATED.came, self.appointment.calls, self.appointment.answered
         me.tick += 1
         self._store.set(str(me.rank), me.dumps())
 
@@ -205,8 +221,12 @@ class Watcher:
             why = self._judge()
             if isinstance(why, verdicts.Question):
                 self._store.compare_set("question", "", json.dumps(why))
+            elif why is None and any(record.terminated for record in self._known.values()):
+                self._make_appointment()
             elif why is not None and self._store.compare_set("verdict", "", why) == why.encode():
                 print(verdicts.report(self._known), file=sys.stderr, flush=True)
+        if self._store.check(["stop"]):
+            self.appointment.hear(*json.loads(self._store.get("stop")))
         if self._store.check(["verdict"]):
             self.verdict = self._store.get("verdict").decode()
             self._store.add("heard", 1)
@@ -243,6 +263,12 @@ class Watcher:
             if record.waits is not None:
                 self._since.setdefault(rank, now)
             self._known[rank] = record
+
+    def _make_appointment(self) -> None:
+        steps, answers = ({r: getattr(x, name) for r, x in self._known.items()} for name in ("steps", "answer"))
+        self._stops = next_appointment(steps, self._steps, answers, self._stops[0])
+        self._steps = steps
+        self._store.set("stop", json.dumps(self._stops))
 
     def _judge(self) -> str | verdicts.Question | None:
         now = monotonic()
@@ -335,14 +361,17 @@ def watch_for(owner: object, mesh: DeviceMesh) -> None:
 
     Communication: one small all-gather over the mesh, the first time.
     """
-    if mesh.size() == 1 or _torch.simulated() or not _torch.has_store() or mesh.get_coordinate() is None:
-        return
+    if mesh.size() > 1 and not _torch.simulated() and _torch.has_store() and mesh.get_coordinate() is not None:
+        _watcher_of(mesh).begin(owner, mesh)
+
+
+def _watcher_of(mesh: DeviceMesh) -> Watcher:
     ranks = tuple(map(int, mesh.mesh.flatten()))
     watcher = _WATCHERS.get(ranks)
     if watcher is None or not watcher.is_of_now:
         _at_exit()
         watcher = _WATCHERS[ranks] = Watcher(mesh)
-    watcher.begin(owner, mesh)
+    return watcher
 
 
 class _Loop:
@@ -376,6 +405,24 @@ def watch(mesh: DeviceMesh) -> Iterator[None]:
     watch_for(loop, mesh)
     with call(mesh, "run the loop"):
         yield
+
+
+def asked_to_stop(mesh: DeviceMesh) -> bool:
+    """Whether to save and end now, because SIGTERM came to a rank: the same answer on all ranks, once they are asked.
+
+    Call it once a step, on every rank. `Trainer(resume=...)` does it by itself. From the first call on SIGTERM does not
+    end the process; a function that handles it already is called besides.
+
+        >>> import shardfn as sf
+        >>> sf.collectives.asked_to_stop(sf.make_mesh("cpu", fsdp=1))
+        False
+
+    Communication: one small all-gather over the mesh the first time, none afterwards.
+    """
+    TERMINATED.listen()
+    if mesh.size() == 1 or _torch.simulated() or not _torch.has_store():
+        return TERMINATED.came
+    return _watcher_of(mesh).ends_here()
 
 
 def call(mesh: DeviceMesh, what: str) -> AbstractContextManager[None]:

@@ -41,6 +41,7 @@ ROOMS = {
     "compat.fsdp1": "_torch notation context layout comm binding params stateful compat.common compat.fsdp2",
     "compat.hfai": "_torch notation comm stateful compat.common compat.fsdp1",
     "compat": "notation layout compat.fsdp2 compat.fsdp1 compat.hfai",
+    "run": "watch",
     "testing": "_torch layout comm",
 }
 FACES = ("shardfn", "shardfn.collectives", "shardfn.data", "shardfn.tree")

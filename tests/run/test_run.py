@@ -1,0 +1,197 @@
+"""The launcher: restarts, ends, signals, the first error. On one machine, whose loopback addresses are its hosts."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+TRAIN, STEPS = Path(__file__).with_name("train.py"), 50
+
+
+class Launched:
+    """A launcher that runs in the background."""
+
+    def __init__(self, *arguments: str, **env: str) -> None:
+        command = [sys.executable, "-m", "shardfn.run", *arguments]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | env
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment)
+
+    def end(self, seconds: float = 90) -> tuple[int, str]:
+        """Its status, and what it and its ranks have printed."""
+        try:
+            output, _ = self.process.communicate(timeout=seconds)
+        finally:
+            self.process.kill()
+        return self.process.returncode, output
+
+    def ranks(self) -> list[int]:
+        """The processes of its ranks."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [*map(int, children.read_text().split())] if children.exists() else []
+
+
+def _until(holds: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+class Log:
+    """Losses, as rank 0 has written them; what a restart computes again counts."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = Path(f"{directory}.log")
+
+    def _rows(self) -> list[list[str]]:
+        return [line.split() for line in self._path.read_text().splitlines()] if self._path.exists() else []
+
+    @property
+    def step(self) -> int:
+        """The last one."""
+        return int(self._rows()[-1][0]) if self._rows() else 0
+
+    @property
+    def losses(self) -> list[float]:
+        """Of all steps."""
+        return [*{int(step): float(loss) for step, loss, *_ in self._rows()}.values()]
+
+    @property
+    def longest_pause(self) -> float:
+        """Seconds between two lines."""
+        times = [float(row[2]) for row in self._rows()]
+        return max(later - earlier for earlier, later in pairwise(times))
+
+    @property
+    def ranks(self) -> list[int]:
+        """How many there were, each number once."""
+        return [*dict.fromkeys(int(row[3]) for row in self._rows())]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of two ranks on (2, 1)."""
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    code, output = Launched("--nproc-per-node", "2", str(TRAIN), str(directory), str(STEPS)).end()
+    assert code == 0, output
+    return Log(directory).losses
+
+
+def test_the_first_error(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nimport shardfn as sf, torch.distributed as dist\nmesh = sf.make_mesh('cpu', fsdp=2)\n"
+        "if dist.get_rank() == 1:\n    raise ValueError('no such file: ' + sys.argv[1])\ndist.barrier()\n"
+    )
+    code, output = Launched("--nproc-per-node", "2", str(script), "--its-own").end()
+    assert code == 1
+    told = output[output.index("shardfn.run: rank 1 failed first, with status 1") :]
+    assert told.rstrip().endswith("ValueError: no such file: --its-own")
+
+
+def test_a_module_and_what_is_no_script(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import sys\nprint('ran as', __name__, sys.argv[1:])\n")
+    code, output = Launched("--nproc-per-node", "1", "-m", "mine", "--flag", PYTHONPATH=_path(tmp_path)).end()
+    assert code == 0, output
+    assert "ran as __main__ ['--flag']" in output
+    code, output = Launched("--no-python", "ls").end()
+    assert code == 2
+    assert "torchrun" in output
+
+
+def _path(*more: Path) -> str:
+    return os.pathsep.join([*map(str, more), str(TRAIN.parents[2])])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_three_deaths_leave_the_losses_as_they_were(tmp_path: Path, undisturbed: list[float]) -> None:
+    deaths = ("15", "25", "45")
+    launched = Launched(
+        "--nproc-per-node", "2", "--max-restarts", "3", str(TRAIN), str(tmp_path / "run"), "50", *deaths
+    )
+    code, output = launched.end(150)
+    assert code == 0, output
+    log = Log(tmp_path / "run")
+    assert log.losses == undisturbed
+    assert log.longest_pause < 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_one_of_two_hosts_dies(tmp_path: Path, undisturbed: list[float]) -> None:
+    """The one that does not hold the rendezvous; its ranks go with it, and the other goes on with half of them."""
+    from socket import socket
+
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    shared = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"]
+    shared += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "run", "--rdzv-conf", conf]
+    script, log = [str(TRAIN), str(tmp_path / "run"), str(STEPS)], Log(tmp_path / "run")
+    first = Launched(*shared, "--local-addr", "127.0.0.1", *script, PAUSE="0.1")
+    second = Launched(*shared, "--local-addr", "127.0.0.2", *script, PAUSE="0.1")
+    _until(lambda: log.step >= 15)
+    second.process.kill()
+    code, output = first.end(120)
+    second.end()
+    assert code == 0, output
+    assert log.ranks == [4, 2]
+    assert len(log.losses) == STEPS
+    assert max(abs(a - b) / b for a, b in zip(log.losses, undisturbed, strict=True)) <= 1e-12
+    assert log.longest_pause < 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_another_number_of_ranks_and_tp(tmp_path: Path, undisturbed: list[float]) -> None:
+    script = [str(TRAIN), str(tmp_path / "run")]
+    for ranks, steps, env in (("4", "20", {"TP": "2"}), ("1", "30", {}), ("2", "50", {"TP": "2"})):
+        code, output = Launched("--nproc-per-node", ranks, *script, steps, **env).end()
+        assert code == 0, output
+    losses = Log(tmp_path / "run").losses
+    assert max(abs(a - b) / b for a, b in zip(losses, undisturbed, strict=True)) <= 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("whom", ["launcher", "rank", "rank twice"])
+def test_sigterm_ends_all_with_one_checkpoint(tmp_path: Path, whom: str, undisturbed: list[float]) -> None:
+    script, log = [str(TRAIN), str(tmp_path / "run"), str(STEPS)], Log(tmp_path / "run")
+    launched = Launched("--nproc-per-node", "2", *script, PAUSE="0.1")
+    _until(lambda: log.step >= 12)
+    if whom == "launcher":
+        launched.process.terminate()
+    else:
+        for _ in range(2 if whom.endswith("twice") else 1):
+            os.kill(launched.ranks()[-1], signal.SIGTERM)
+            time.sleep(0.3)
+    code, output = launched.end()
+    assert code == 75, output
+    newest = max((tmp_path / "run").iterdir()).name
+    assert newest == f"step-{log.step:08}", output
+    assert 12 <= log.step < STEPS
+    code, output = Launched("--nproc-per-node", "2", *script).end()
+    assert code == 0, output
+    assert log.losses == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
+    log = Log(tmp_path / "run")
+    launched = Launched("--nproc-per-node", "2", str(TRAIN), str(tmp_path / "run"), "1000", PAUSE="0.1")
+    _until(lambda: log.step >= 5)
+    ranks = launched.ranks()
+    assert len(ranks) == 2
+    launched.process.kill()
+    _until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), seconds=5)
+    launched.end()

@@ -1,0 +1,75 @@
+"""All ranks end after the same call, whenever each hears of it."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardfn.watch.stops import Appointment, next_appointment
+
+RANKS = 3
+
+
+class _World:
+    """Ranks in lockstep but for a call, each of which looks at times of its own; rank 0 decides."""
+
+    def __init__(self) -> None:
+        self.ranks = [Appointment() for _ in range(RANKS)]
+        self.waiting = [False] * RANKS  # at the end of a call
+        self.ended: dict[int, int] = {}
+        self.said, self.before = (0, False), dict[int, int]()
+
+    def call(self, rank: int) -> None:
+        """A rank makes a call, unless it waits to hear, or others are behind."""
+        mine = self.ranks[rank]
+        if rank in self.ended or self.waiting[rank] or mine.calls > min(each.calls for each in self.ranks):
+            return
+        self.waiting[rank] = mine.is_now()
+
+    def look(self, rank: int) -> None:
+        """A rank looks: the first one decides, all hear."""
+        if rank == 0:
+            calls = {i: each.calls for i, each in enumerate(self.ranks)}
+            answers = {i: each.answered for i, each in enumerate(self.ranks)}
+            self.said = next_appointment(calls, self.before, answers, self.said[0])
+            self.before = calls
+        if self.said[0]:
+            self.ranks[rank].hear(*self.said)
+        mine = self.ranks[rank]
+        if self.waiting[rank] and mine.agreed == mine.calls:
+            self.ended[rank] = mine.calls
+        elif self.waiting[rank] and mine.at != mine.calls:
+            self.waiting[rank] = False
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, RANKS - 1)), max_size=60))
+def test_all_end_after_the_same_call(events: list[tuple[bool, int]]) -> None:
+    world = _World()
+    for looks, rank in events:
+        (world.look if looks else world.call)(rank)
+    for _ in range(200):  # now everybody goes on
+        for rank in range(RANKS):
+            world.call(rank)
+        for rank in range(RANKS):
+            world.look(rank)
+    assert len(world.ended) == RANKS
+    assert len(set(world.ended.values())) == 1
+
+
+def test_what_is_not_ahead_is_refused() -> None:
+    mine = Appointment()
+    for _ in range(5):
+        assert not mine.is_now()
+    mine.hear(5, False)
+    assert mine.answered == -5
+    mine.hear(6, False)
+    assert mine.answered == 6
+    assert mine.is_now()
+    assert mine.agreed is None
+    mine.hear(6, True)
+    assert mine.agreed == 6
+
+
+def test_who_makes_many_calls_between_two_looks_gets_more_time() -> None:
+    assert next_appointment({0: 100}, {0: 100}, {0: 0}, 0) == (101, False)
+    assert next_appointment({0: 100}, {0: 60}, {0: 0}, 0) == (261, False)
+    assert next_appointment({0: 100}, {0: 60}, {0: 120}, 120) == (120, True)
+    assert next_appointment({0: 100, 1: 100}, {}, {0: 120, 1: 0}, 120) == (120, False)
