@@ -85,4 +85,4 @@ def next_appointment(
     if said and not any(answer == -said for answer in answers.values()):
         return said, False
     pace = max(count - before.get(rank, count) for rank, count in calls.items())
-    return max(max(calls.values()) + 1 + 4 * pace, said + 1), False
+    return max(max(calls.values()) + 1 + 3 * pace, said + 1), False

@@ -77,7 +77,7 @@ def verdict(
         few = _minority([records[rank].waits or "" for rank in sorted(circle)], sorted(circle))
         why = f"ranks {sorted(circle)} wait for one another in different collectives"
         return _told("differ", *(_went_on(records) or (why, few)), records)
-    if (crossed := _crossed({rank: record for rank, record in records.items() if stands[rank] >= 6})) is not None:
+    if (crossed := _crossed({rank: record for rank, record in records.items() if stands[rank] >= 4})) is not None:
         return _told("differ", *(_went_on(records) or crossed), records)
     for rank in waiting:
         if waited[rank] >= timeout:

@@ -2,77 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from launched import Launched, Log, until
 
 TRAIN, STEPS = Path(__file__).with_name("train.py"), 50
-
-
-class Launched:
-    """A launcher that runs in the background."""
-
-    def __init__(self, *arguments: str, **env: str) -> None:
-        command = [sys.executable, "-m", "shardfn.run", *arguments]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | env
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment)
-
-    def end(self, seconds: float = 90) -> tuple[int, str]:
-        """Its status, and what it and its ranks have printed."""
-        try:
-            output, _ = self.process.communicate(timeout=seconds)
-        finally:
-            self.process.kill()
-        return self.process.returncode, output
-
-    def ranks(self) -> list[int]:
-        """The processes of its ranks."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [*map(int, children.read_text().split())] if children.exists() else []
-
-
-def _until(holds: Callable[[], object], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-class Log:
-    """Losses, as rank 0 has written them; what a restart computes again counts."""
-
-    def __init__(self, directory: Path) -> None:
-        self._path = Path(f"{directory}.log")
-
-    def _rows(self) -> list[list[str]]:
-        return [line.split() for line in self._path.read_text().splitlines()] if self._path.exists() else []
-
-    @property
-    def step(self) -> int:
-        """The last one."""
-        return int(self._rows()[-1][0]) if self._rows() else 0
-
-    @property
-    def losses(self) -> list[float]:
-        """Of all steps."""
-        return [*{int(step): float(loss) for step, loss, *_ in self._rows()}.values()]
-
-    @property
-    def longest_pause(self) -> float:
-        """Seconds between two lines."""
-        times = [float(row[2]) for row in self._rows()]
-        return max(later - earlier for earlier, later in pairwise(times))
-
-    @property
-    def ranks(self) -> list[int]:
-        """How many there were, each number once."""
-        return [*dict.fromkeys(int(row[3]) for row in self._rows())]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +75,7 @@ def test_one_of_two_hosts_dies(tmp_path: Path, undisturbed: list[float]) -> None
     script, log = [str(TRAIN), str(tmp_path / "run"), str(STEPS)], Log(tmp_path / "run")
     first = Launched(*shared, "--local-addr", "127.0.0.1", *script, PAUSE="0.1")
     second = Launched(*shared, "--local-addr", "127.0.0.2", *script, PAUSE="0.1")
-    _until(lambda: log.step >= 15)
+    until(lambda: log.step >= 15)
     second.process.kill()
     code, output = first.end(120)
     second.end()
@@ -167,7 +103,7 @@ def test_another_number_of_ranks_and_tp(tmp_path: Path, undisturbed: list[float]
 def test_sigterm_ends_all_with_one_checkpoint(tmp_path: Path, whom: str, undisturbed: list[float]) -> None:
     script, log = [str(TRAIN), str(tmp_path / "run"), str(STEPS)], Log(tmp_path / "run")
     launched = Launched("--nproc-per-node", "2", *script, PAUSE="0.1")
-    _until(lambda: log.step >= 12)
+    until(lambda: log.step >= 12)
     if whom == "launcher":
         launched.process.terminate()
     else:
@@ -189,9 +125,9 @@ def test_sigterm_ends_all_with_one_checkpoint(tmp_path: Path, whom: str, undistu
 def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     log = Log(tmp_path / "run")
     launched = Launched("--nproc-per-node", "2", str(TRAIN), str(tmp_path / "run"), "1000", PAUSE="0.1")
-    _until(lambda: log.step >= 5)
+    until(lambda: log.step >= 5)
     ranks = launched.ranks()
     assert len(ranks) == 2
     launched.process.kill()
-    _until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), seconds=5)
+    until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), seconds=5)
     launched.end()

@@ -20,10 +20,10 @@ def _survived(rows: str) -> str:
 
 def test_every_day() -> None:
     """Both ranks killed where it matters most, a full disk, a pickle."""
-    assert _survived("1,10,27,34").startswith("shardfn: survived 4/4;")
+    assert _survived("1,10,27,34").startswith("shardfn: survived 4/4")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all() -> None:
-    assert "/38" in _survived("1-48")
+    assert "38/38" in _survived("1-18,26-37,41-48")  # the others are in test_divergence.py and run/test_run.py
