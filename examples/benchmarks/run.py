@@ -5,10 +5,10 @@
     python examples/benchmarks/run.py --quick            # tiny sizes, to see that all of it works: two minutes
 
 Measured: `step_time.py`, `memory.py`, `loss.py`, `weights.py`, `checkpoints.py`, `host_time.py`, `scaling.py`,
-`traffic.py`, `soak.py`, `collectives.py`, `transforms.py`, `llama.py` and `gpu.py`. Shared: `contenders.py` (the model
-and the ways to train it), `measure.py` (in turn, in processes of their own), `fake.py` (one process as one of many),
-`results.py` (the table). Every round, the table and a picture of it go to `--out`. A row is met when the median over
-rounds of shardfn's figure over the peer's does not exceed the bar.
+`traffic.py`, `soak.py`, `collectives.py`, `transforms.py`, `llama.py`, `watching.py` and `gpu.py`. Shared:
+`contenders.py` (the model and the ways to train it), `measure.py` (in turn, in processes of their own), `fake.py` (one
+process as one of many), `results.py` (the table). Every round, the table and a picture of it go to `--out`. A row is
+met when the median over rounds of shardfn's figure over the peer's does not exceed the bar.
 """
 
 import argparse
@@ -32,6 +32,7 @@ import step_time
 import torch
 import traffic
 import transforms
+import watching
 import weights
 from measure import Cases, run_cases
 from results import markdown, save
@@ -49,6 +50,7 @@ GROUPS: dict[str, Callable[[bool], Cases]] = {
     "collectives": collectives.cases,
     "transforms": transforms.cases,
     "llama": llama.cases,
+    "watching": watching.cases,
     "gpu": gpu.cases,
 }
 
