@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 
 from shardfn import _torch
-from shardfn.comm import CALLS, Entry, Journal, Line
+from shardfn.comm import CALLS, Entry, Line
 
 _ROOT, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 # Code in which a thread that stands waits for other ranks.
@@ -102,17 +102,12 @@ def state_of(record: Record) -> str:
         return "gone" if Path("/proc/self").exists() else "unknown"
 
 
-def counts_of(journals: Mapping[Any, Journal]) -> dict[str, int]:
+def counts_of(lines: Mapping[str, Line]) -> dict[str, int]:
     """How many collectives this process has begun, and things that are in its journals."""
-    counts = {key: line.count for key, line in lines_of(journals).items()}
+    counts = {key: line.count for key, line in lines.items()}
     for (name, ranks), count in _torch.numbers_of_calls().items():
         counts[f"group {name} {ranks[0]} {crc32(repr(ranks).encode())}"] = count + CALLS[name]
     return counts
-
-
-def lines_of(journals: Mapping[Any, Journal]) -> dict[str, Line]:
-    """All lines of the journals."""
-    return {key: line for journal in journals.values() for key, line in journal.lines.items()}
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -37,7 +37,8 @@ from shardfn.watch import records, verdicts
 from shardfn.watch.records import Record
 from shardfn.watch.stops import TERMINATED, Appointment, next_appointment
 
-_INTERVAL = 0.5  # seconds between two looks
+_INTERVAL = 0.5  # seconds between two looks, on few ranks
+_MANY = 512  # ranks, on which they are twice as far apart
 _SUCCESSION = 6  # looks at the same sign of life of the one who decides, until the next one does
 # Looks without a sign of life of a rank, until its process is looked for, until one that is stopped is given up, and
 # until one on another host is.
@@ -169,7 +170,8 @@ class Watcher:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stop.wait(_INTERVAL) and dist.is_initialized() and self.is_of_now:
+        seconds = _INTERVAL * (1 + len(self.ranks) / _MANY)
+        while not self._stop.wait(seconds) and dist.is_initialized() and self.is_of_now:
             if not self._look():
                 return
             if self.verdict is not None:
@@ -197,7 +199,9 @@ class Watcher:
     def _tell(self) -> None:
         """Write the record of this rank."""
         me = self.record
-        before, me.counts, lines = me.counts, records.counts_of(self.journals), records.lines_of(self.journals)
+        journals = [*self.journals.values()]  # to which another thread may add
+        lines = {key: line for journal in journals for key, line in journal.lines.items()}
+        before, me.counts = me.counts, records.counts_of(lines)
         me.marks = {key: line.marks() for key, line in lines.items()}
         me.waits, me.at, me.failed, me.calls = None, [], None, {}
         # A frame that is looked at keeps alive what it has, longer than on other ranks: only where nothing moves.
@@ -209,7 +213,7 @@ class Watcher:
         if self._store.check(["question"]) and not me.entries:
             key, ranks = json.loads(self._store.get("question"))
             me.entries = {key: list(lines[key].recent)} if me.rank in ranks and key in lines else {}
-        me.last = [text for journal in self.journals.values() for text in journal.last]
+        me.last = [text for journal in journals for text in [*journal.last]]
         me.terminated, me.steps, me.answer = TERMINATED.came, self.appointment.calls, self.appointment.answered
         me.tick += 1
         self._store.set(str(me.rank), me.dumps())
