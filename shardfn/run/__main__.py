@@ -27,7 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run.run(asked)
     except ChildFailedError as error:
-        if all(failure.exitcode == Stopped.STATUS for failure in error.failures.values()):
+        codes = {failure.exitcode for failure in error.failures.values()}
+        if Stopped.STATUS in codes and codes <= {
+            Stopped.STATUS,
+            -signal.SIGTERM,
+        }:  # sent to those that were not yet out
             return Stopped.STATUS
         print(_told(*error.get_first_failure()), file=sys.stderr)
         return 1

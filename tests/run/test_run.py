@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from socket import socket
 
 import pytest
 from launched import Launched, Log, until
@@ -32,6 +33,7 @@ def test_the_first_error(tmp_path: Path) -> None:
     assert told.rstrip().endswith("ValueError: no such file: --its-own")
 
 
+@pytest.mark.slow
 def test_a_module_and_what_is_no_script(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import sys\nprint('ran as', __name__, sys.argv[1:])\n")
     code, output = Launched("--nproc-per-node", "1", "-m", "mine", "--flag", PYTHONPATH=_path(tmp_path)).end()
@@ -40,6 +42,11 @@ def test_a_module_and_what_is_no_script(tmp_path: Path) -> None:
     code, output = Launched("--no-python", "ls").end()
     assert code == 2
     assert "torchrun" in output
+
+
+def _listens(port: int) -> bool:
+    with socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _path(*more: Path) -> str:
@@ -64,8 +71,6 @@ def test_three_deaths_leave_the_losses_as_they_were(tmp_path: Path, undisturbed:
 @pytest.mark.timeout(200)
 def test_one_of_two_hosts_dies(tmp_path: Path, undisturbed: list[float]) -> None:
     """The one that does not hold the rendezvous; its ranks go with it, and the other goes on with half of them."""
-    from socket import socket
-
     with socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -74,6 +79,7 @@ def test_one_of_two_hosts_dies(tmp_path: Path, undisturbed: list[float]) -> None
     shared += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "run", "--rdzv-conf", conf]
     script, log = [str(TRAIN), str(tmp_path / "run"), str(STEPS)], Log(tmp_path / "run")
     first = Launched(*shared, "--local-addr", "127.0.0.1", *script, PAUSE="0.1")
+    until(lambda: _listens(port))
     second = Launched(*shared, "--local-addr", "127.0.0.2", *script, PAUSE="0.1")
     until(lambda: log.step >= 15)
     second.process.kill()

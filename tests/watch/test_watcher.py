@@ -82,7 +82,7 @@ def _one_takes_its_time(seconds: float) -> float:
 
 
 def test_one_that_takes_its_time_is_waited_for() -> None:
-    assert run(_one_takes_its_time, 5.0, ranks=2) == [6.0, 6.0]
+    assert run(_one_takes_its_time, 3.0, ranks=2) == [6.0, 6.0]
 
 
 def _nan_on_a_rank(nonfinite: Any) -> tuple[list[float], bool, int]:
