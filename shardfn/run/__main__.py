@@ -27,11 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run.run(asked)
     except ChildFailedError as error:
-        codes = {failure.exitcode for failure in error.failures.values()}
-        if Stopped.STATUS in codes and codes <= {
-            Stopped.STATUS,
-            -signal.SIGTERM,
-        }:  # sent to those that were not yet out
+        # One that ended so has saved with all others; those that were not yet out may have got a signal.
+        if Stopped.STATUS in {failure.exitcode for failure in error.failures.values()}:
             return Stopped.STATUS
         print(_told(*error.get_first_failure()), file=sys.stderr)
         return 1
