@@ -1,6 +1,7 @@
 """hfai's class in the three programs of its documentation, and against one process."""
 
 import copy
+import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,24 @@ def _state_of_rank_0(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["all", "one"])
 def test_an_optimizer_state_of_rank_0_alone(kind: str) -> None:
     run(_state_of_rank_0, kind, ranks=2, timeout=30)
+
+
+def _kept_by_rank_0() -> None:
+    """An optimizer whose garbage one rank has not collected yet."""
+    model, _ = _trained()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.ones(4, 5).double()).square().mean().backward()
+    optimizer.step()
+    kept = optimizer if dist.get_rank() == 0 else None
+    del optimizer
+    gc.collect()
+    with model.summon_full_params():
+        pass
+    assert (kept is None) == (dist.get_rank() != 0)
+
+
+def test_an_optimizer_that_one_rank_still_has() -> None:
+    run(_kept_by_rank_0, ranks=2, timeout=30)
 
 
 def _groups_made_by_some_ranks() -> None:
