@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,6 +123,18 @@ def test_an_error_in_a_backward_breaks_off_what_others_do() -> None:
 
 def test_another_error_does_not() -> None:
     assert _broken("loader") is None
+
+
+def test_what_torch_catches_itself_does_not() -> None:
+    event, ready = threading.Event(), threading.Event()
+    raises = "def tries():\n    try:\n        raise ValueError('not for these sizes')\n"
+    source = f"{raises}    except ValueError:\n        ready.set()\n        event.wait()\n"
+    inside: dict[str, Any] = {"event": event, "ready": ready}
+    exec(compile(source, str(Path(torch.__file__).parent / "autograd" / "tries.py"), "exec"), inside)
+    with _in_thread(inside["tries"]) as thread:
+        ready.wait()
+        assert records.broken_off(thread) is None
+        event.set()
 
 
 def test_an_error_in_a_line() -> None:

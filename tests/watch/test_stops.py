@@ -72,4 +72,8 @@ def test_who_makes_many_calls_between_two_looks_gets_more_time() -> None:
     assert next_appointment({0: 100}, {0: 100}, {0: 0}, 0) == (101, False)
     assert next_appointment({0: 100}, {0: 60}, {0: 0}, 0) == (221, False)
     assert next_appointment({0: 100}, {0: 60}, {0: 120}, 120) == (120, True)
+    assert next_appointment({0: 100}, {0: 100}, {0: -120}, 120) == (
+        121,
+        False,
+    )  # one that was refused is not said again
     assert next_appointment({0: 100, 1: 100}, {}, {0: 120, 1: 0}, 120) == (120, False)
