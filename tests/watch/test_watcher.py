@@ -30,6 +30,11 @@ def test_a_loop_is_watched_until_it_ends(mesh: DeviceMesh) -> None:
         sf.value_and_grad(lambda p, x: sf.apply(nn.Linear(4, 4), p, x).sum())(params, torch.ones(2, 4))
         after = _counts(mesh)
         assert sum(after.values()) > sum(before.values())
+        journal = journal_of(mesh)
+        assert journal is not None
+        did = [text for line in journal.lines.values() for _, _, text in line.recent]
+        assert "gather '(root)'" in did
+        assert any(text.startswith("reduce ") for text in did)
         sf.collectives.psum(torch.ones(2), mesh, "tp")
         along = next(key for key in after if " tp " in key)
         assert _counts(mesh)[along] == after[along] + 1
