@@ -76,7 +76,7 @@ class Watcher:
         self._silent: dict[int, int] = {}  # rank -> for how many looks it has not said anything
         self._since: dict[int, float] = {}  # rank -> since when it waits in the same collective
         self.appointment = Appointment()
-        self._steps, self._stops = dict[int, int](), (0, False)
+        self._steps, self._stops = dict[int, int](), (0, False)  # calls one look before
         self._leader = ("", 0)  # what the one who decides said last, and for how many looks
         self._stop = threading.Event()
         self._tell()  # so that it is known of a rank that ends at once
@@ -254,7 +254,7 @@ class Watcher:
     def _read(self) -> None:
         """The records of all ranks that have written one."""
         keys = [str(rank) for rank in self.ranks if rank in self._known or self._store.check([str(rank)])]
-        now = monotonic()
+        now, self._steps = monotonic(), {rank: record.steps for rank, record in self._known.items()}
         for record in map(Record.loads, self._store.multi_get(keys)):
             rank, before = record.rank, self._known.get(record.rank)
             moved = before is None or before.progress != record.progress
@@ -271,7 +271,6 @@ class Watcher:
     def _make_appointment(self) -> None:
         steps, answers = ({r: getattr(x, name) for r, x in self._known.items()} for name in ("steps", "answer"))
         self._stops = next_appointment(steps, self._steps, answers, self._stops[0])
-        self._steps = steps
         self._store.set("stop", json.dumps(self._stops))
 
     def _judge(self) -> str | verdicts.Question | None:

@@ -108,7 +108,7 @@ def test_another_number_of_ranks_and_tp(tmp_path: Path, undisturbed: list[float]
 @pytest.mark.parametrize("whom", ["launcher", "rank", "rank twice"])
 def test_sigterm_ends_all_with_one_checkpoint(tmp_path: Path, whom: str, undisturbed: list[float]) -> None:
     script, log = [str(TRAIN), str(tmp_path / "run"), str(STEPS)], Log(tmp_path / "run")
-    launched = Launched("--nproc-per-node", "2", *script, PAUSE="0.1")
+    launched = Launched("--nproc-per-node", "2", *script, PAUSE="0.2")
     until(lambda: log.step >= 12)
     if whom == "launcher":
         launched.process.terminate()
