@@ -17,6 +17,7 @@ from shardfn._torch.autograd import has_gradient_hooks, has_hooks, in_reentrant_
 from shardfn._torch.autograd import made_before, metadata_of, node_that_runs, number_of, out_of_inference_mode
 from shardfn._torch.autograd import watch_backward, users_backward
 from shardfn._torch.dispatch import LAZY_MODULES, asks_for_values, backend_for_graphs, base_name, dispatch_modes
+from shardfn._torch.dispatch import draw_whole_values
 from shardfn._torch.dispatch import function_modes, is_mutable, masks_pick_all, named_arguments, one_for_each
 from shardfn._torch.dispatch import outside_dispatch, outside_functions, outside_modes, record, without_writing
 from shardfn._torch.checkpoint_files import checkpoint_metadata, read_checkpoint_metadata

@@ -111,19 +111,22 @@ def note(mesh: Any, what: Hashable, axis: str = "") -> None:
 
 
 def note_of_ranks(mesh: Any, what: Hashable) -> None:
-    """The same for a mesh that may have the axes in another order: all of its ranks."""
-    for known, journal in list(JOURNALS.items()):
-        if known.size() == mesh.size():
+    """The same for a mesh that may have the axes in another order: all of its ranks.
+
+    In their newest journal: of older ones a rank may have some that others, whose garbage was collected, have no more.
+    """
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    for known, journal in reversed([*JOURNALS.items()]):
+        if sorted(known.mesh.flatten().tolist()) == ranks:
             journal.note(what)
             return
 
 
 def keep_journal(mesh: Any, journal: Journal | None) -> None:
     """From now on it is written; None: no longer."""
+    JOURNALS.pop(mesh, None)
     if journal is not None:
-        JOURNALS[mesh] = journal
-    else:
-        JOURNALS.pop(mesh, None)
+        JOURNALS[mesh] = journal  # the newest comes last
 
 
 def explained(mesh: Any, error: RuntimeError) -> Exception:

@@ -3,7 +3,8 @@
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -30,11 +31,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # One that ended so has saved with all others; those that were not yet out may have got a signal.
         if Stopped.STATUS in {failure.exitcode for failure in error.failures.values()}:
             return Stopped.STATUS
-        print(_told(*error.get_first_failure()), file=sys.stderr)
+        print(_told(*first_of(error.failures)), file=sys.stderr)
         return 1
     except SignalException as error:  # ranks had half a minute to save
         return Stopped.STATUS if error.sigval == signal.SIGTERM else 128 + error.sigval
     return 0
+
+
+def first_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed first: whose file with the error is the oldest, since torch tells seconds only."""
+
+    def when(rank: int) -> float:
+        with suppress(OSError):
+            return os.stat(failures[rank].error_file).st_mtime
+        return failures[rank].timestamp
+
+    first = min(failures, key=when)
+    return first, failures[first]
 
 
 def _told(rank: int, failure: ProcessFailure) -> str:

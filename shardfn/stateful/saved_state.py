@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.checkpoint import Damaged, OfFirst, PerRank, directories, is_checkpoint, saves
+from shardfn.checkpoint import Damaged, LocalDirectory, OfFirst, PerRank, directories, is_checkpoint, saves
 from shardfn.comm import agree_on, exchange_numbers, failing_together, random_states, set_random_states
 from shardfn.layout import device_of, is_in
 from shardfn.notation import ShardError
@@ -39,14 +39,17 @@ def save(
         for name, number in zip(("keep", "keep_every"), keep, strict=True):
             if number is not None and (not isinstance(number, int) or number < 1):
                 raise ShardError(f"Trainer.save: {name}={number!r} keeps nothing, nor this one; write {name}=1 or more")
-        newest = directories.latest(directory) if saves.is_first() else None
+        if of_each := isinstance(directory, LocalDirectory):
+            if keep != (None, None):
+                raise ShardError("Trainer.save: keep= and keep_every= mean nothing to a LocalDirectory; leave them out")
+        newest = directories.latest(directory) if saves.is_first() and not of_each else None
         if newest is not None and directories.step_of(newest) > state["steps"]:
             warnings.warn(f"Trainer.save: '{newest}' is of a later step, and is what resume= takes", stacklevel=3)
         saved = {name: to_save(x, name, state["params"]) for name, x in others.items()}
         digests = [digest_of(*x) for x in saved.values()]
         random_states = [PerRank(x) for x in _random_states(device_of(mesh.device_type))]
-        path = Path(directory) / directories.STEP.format(state["steps"])
-        tidy = partial(directories.prune, path.parent.absolute(), state["steps"], *keep)
+        place = directory if of_each else Path(directory) / directories.STEP.format(state["steps"])
+        tidy = partial(directories.prune, Path(directory).absolute(), state["steps"], *keep)
     agree_on(mesh, "Trainer.save", [f"the states {[*saved]}"])
     rows = exchange_numbers(mesh, [0, *digests])
     for name, *of_ranks in zip(saved, *(row[1:] for row in rows), strict=True):
@@ -55,7 +58,8 @@ def save(
     tree = {**state, OTHERS: {name: tensors for name, (tensors, _) in saved.items()}, "random": random_states}
     tree["buffers"] = {name: OfFirst(x) for name, x in state["buffers"].items()}
     told = {name: notes for name, (_, notes) in saved.items()}
-    return saves.save_and(tidy, path, tree, mesh, told, async_, overwrite=True)
+    then = (lambda: None) if of_each else tidy
+    return saves.save_and(then, place, tree, mesh, told, async_, overwrite=True)
 
 
 def found_in(mesh: DeviceMesh, verb: str, directory: AnyPath) -> list[Path]:

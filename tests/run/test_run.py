@@ -1,5 +1,6 @@
 """The launcher: restarts, ends, signals, the first error. On one machine, whose loopback addresses are its hosts."""
 
+import json
 import os
 import signal
 import time
@@ -8,6 +9,9 @@ from socket import socket
 
 import pytest
 from launched import Launched, Log, until
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from shardfn.run.__main__ import first_of
 
 TRAIN, STEPS = Path(__file__).with_name("train.py"), 50
 
@@ -28,9 +32,24 @@ def test_the_first_error(tmp_path: Path) -> None:
         "if dist.get_rank() == 1:\n    raise ValueError('no such file: ' + sys.argv[1])\ndist.barrier()\n"
     )
     code, output = Launched("--nproc-per-node", "2", str(script), "--its-own").end()
-    assert code == 1
-    told = output[output.index("shardfn.run: rank 1 failed first, with status 1") :]
-    assert told.rstrip().endswith("ValueError: no such file: --its-own")
+    assert code == 1, output
+    first = "shardfn.run: rank 1 failed first, with status 1"
+    assert first in output, output
+    assert output.rstrip().endswith("ValueError: no such file: --its-own")
+
+
+def test_the_first_of_two_errors_in_a_second(tmp_path: Path) -> None:
+    files = []
+    for rank, seconds in ((0, 10.9), (1, 10.1)):
+        files.append(tmp_path / f"{rank}.json")
+        files[-1].write_text(
+            json.dumps({"message": {"message": "", "extraInfo": {"timestamp": "10", "py_callstack": ""}}})
+        )
+        os.utime(files[-1], (seconds, seconds))
+    failures = {rank: ProcessFailure(rank, 0, 1, str(file)) for rank, file in enumerate(files)}
+    assert first_of(failures)[0] == 1
+    failures[2] = ProcessFailure(2, 0, -9, str(tmp_path / "none"))  # killed without a word, found out about now
+    assert first_of(failures)[0] == 1
 
 
 @pytest.mark.slow

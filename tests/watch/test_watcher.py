@@ -53,6 +53,33 @@ def test_a_trainer_is_watched_as_long_as_it_lives(mesh: DeviceMesh) -> None:
     assert mesh not in JOURNALS
 
 
+_KEPT: list[object] = []
+
+
+def _has_an_older_model() -> list[int]:
+    first = sf.Trainer(nn.Linear(4, 4), sf.make_mesh("cpu", fsdp=2))
+    mesh = sf.make_mesh("cpu", fsdp=1, tp=2)
+    if dist.get_rank() == 0:
+        _KEPT.append(first)  # as one whose garbage was not collected
+    del first
+    gc.collect()
+    trainer = sf.Trainer(nn.Linear(4, 4), mesh)
+    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.1)
+    for _ in range(3):
+        trainer(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    time.sleep(2)  # in which ranks would find out that they have gone apart
+    _KEPT.clear()
+    journal = journal_of(mesh)
+    assert journal is not None
+    return [line.count for line in journal.lines.values()]
+
+
+def test_a_rank_may_have_an_older_model_that_others_have_no_more() -> None:
+    first, other = run(_has_an_older_model, ranks=2)
+    assert first == other and max(first) > 3
+
+
 def test_one_rank_needs_no_watch() -> None:
     mesh = sf.make_mesh("cpu", fsdp=1)
     with sf.collectives.watch(mesh):

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import move_to_mesh, parameters_of, pytree, seen_by_dynamo, unwrap_local
 from shardfn.binding import GraphBreak, module_tables
-from shardfn.comm import buckets
+from shardfn.comm import agree_on, buckets, failing_together
 from shardfn.compat.common.meshes import spread
 from shardfn.layout import OWN, Policy, Reduction, exactly, mesh, planning, shards_in, unwrapped
 from shardfn.notation import ShardError
@@ -53,6 +53,7 @@ class Sharded:
     scale: float = 1.0  # of gradients, beside the mean over ranks
     is_whole: bool = False  # whether whole parameters stand in the places of all shards, and compute
     version: int = 0  # counts changes of what a plan is made from: one that was made before is no good any more
+    is_blank: bool = False  # whether there is memory that `to_empty` made, and that nobody may have filled yet
 
     @classmethod
     def has_sharded(cls, module: nn.Module) -> bool:
@@ -224,6 +225,8 @@ def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
     tree = _tree_now(module, record.is_exact(module))
     record.begin(module, tree)
     held, units = tree.held, tree.units
+    if any(unit.is_blank for unit in units.values()):
+        _require_filled(module, record, units.values())
     if record.device.type != "cpu":
         args, kwargs = pytree.tree_map(lambda x: x.to(record.device) if isinstance(x, Tensor) else x, (args, kwargs))
     if record.is_whole:
@@ -233,6 +236,41 @@ def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
         params.scale_of_gradients = lambda unit: units[unit].scale
     with call(record.mesh, f"call the model's {method}"):
         return held.run(module, params, method, args, kwargs)
+
+
+class FillsBlanks(TorchFunctionMode):
+    """Within it `to_empty` fills memory with NaN, so that what nobody fills is noticed; some units know of it."""
+
+    def __init__(self, *records: Sharded) -> None:
+        super().__init__()
+        self._records = records
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.empty_like and made.is_floating_point():
+            unwrap_local(made).detach().fill_(float("nan"))
+            for record in self._records:
+                record.is_blank = True
+        return made
+
+
+def _require_filled(module: nn.Module, record: Sharded, units: Iterable[Sharded]) -> None:
+    """All ranks have filled what `to_empty` made, with the same values where they hold the same part.
+
+    Raises:
+        ShardError: some have not; on every rank.
+    """
+    tensors = {name: unwrap_local(x) for name, x in (*module.named_parameters(), *module.named_buffers())}
+    with failing_together(record.mesh, record.verb):
+        if blank := [name for name, x in tensors.items() if x.is_floating_point() and bool(x.isnan().any())]:
+            why = f"{len(blank)} tensors have memory of to_empty() that nobody has filled, the first is '{blank[0]}'"
+            instead = "Call reset_parameters() of the modules that own them, init functions, or load_state_dict"
+            raise ShardError(f"{record.verb}: {why}. {instead}")
+    if len(record.data) > 1:
+        facts = [f"values of '{name}' {initialize.sampled(x)}" for name, x in tensors.items()]
+        agree_on(record.mesh[record.data[0]], record.verb, facts, instead=". Write torch.manual_seed(0) on every rank")
+    for unit in units:
+        unit.is_blank = False
 
 
 _OUTSIDE: list[GraphBreak] = []  # one, as soon as anything is sharded: it imports Dynamo, as a backward does

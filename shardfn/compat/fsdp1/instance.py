@@ -18,9 +18,9 @@ from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp.wrap import _Policy, _post_order_apply
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import buffers_of, parameters_of
+from shardfn._torch import buffers_of, draw_whole_values, parameters_of
 from shardfn.comm import exchange_numbers
-from shardfn.compat.common import Sharded, Tree, own_modules, put_shards, spread_inside
+from shardfn.compat.common import FillsBlanks, Sharded, Tree, own_modules, put_shards, spread_inside
 from shardfn.layout import by_all_names, exactly, shards_in, unwrapped
 from shardfn.notation import ShardError
 from shardfn.params import initialize
@@ -115,12 +115,11 @@ class Instance(Sharded):
                 parameter.data = parameter.data.to(self.device)
         has_meta = any(x.is_meta for x in (*params, *module.buffers()))
         src = self._source(module, has_meta)
-        # Random numbers of DTensors are the same for each part on a CPU; these modules are filled as whole ones.
-        placed = has_meta and src is None and any(isinstance(p, DTensor) and p.is_meta for p in params)
-        if has_meta and src is None and not placed:
-            _materialize(module)
-        init = (self.settings.param_init_fn or _reset) if placed else None
-        put_shards(self, module, initialize.Origin(module, init, src))
+        if has_meta and src is None:
+            draw_whole_values()
+            with FillsBlanks(self):
+                _materialize(module)
+        put_shards(self, module, initialize.Origin(module, src=src))
         for parameter in module.parameters():
             if isinstance(parameter, DTensor):
                 vars(parameter)["_fsdp_flattened"] = True  # Prodigy and Lightning look for it

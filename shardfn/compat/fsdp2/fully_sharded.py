@@ -351,7 +351,8 @@ class FSDPModule(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
-        return super()._apply(*args, **kwargs)
+        with sharded_module.FillsBlanks(Group.of(self)):
+            return super()._apply(*args, **kwargs)
 
     # -- whole weights ------------------------------------------------------------------------------------------------
 
