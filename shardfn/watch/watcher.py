@@ -62,8 +62,7 @@ class Watcher:
         self._store = under(f"shardfn/watch/{number}", _torch.other_client(_torch.default_store()))
         self._store.set_timeout(timedelta(seconds=5))
         self._world, self._trains = dist.group.WORLD, threading.get_ident()  # the thread that does
-        coordinates = ", ".join(f"{axis}={mesh.get_local_rank(axis)}" for axis in axes_of(mesh))
-        self.record = Record(dist.get_rank(), coordinates, records.this_host(), os.getpid())
+        self.record = Record(dist.get_rank(), "", records.this_host(), os.getpid())
         self.journals: dict[DeviceMesh, Journal] = {}
         self._owners = self._eras = 0  # for whom it ends a run; how many there ever were
         self.timeout = _MARGIN * _torch.timeout_of(mesh.get_group(0)).total_seconds()
@@ -374,6 +373,8 @@ def _watcher_of(mesh: DeviceMesh) -> Watcher:
     if watcher is None or not watcher.is_of_now:
         _at_exit()
         watcher = _WATCHERS[ranks] = Watcher(mesh)
+    # On the newest mesh of these ranks.
+    watcher.record.coordinates = ", ".join(f"{axis}={mesh.get_local_rank(axis)}" for axis in axes_of(mesh))
     return watcher
 
 

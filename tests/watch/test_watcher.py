@@ -87,7 +87,9 @@ def test_one_rank_needs_no_watch() -> None:
 
 
 def _one_leaves() -> None:
-    mesh = sf.make_mesh("cpu", fsdp=2, tp=2)
+    with sf.collectives.watch(sf.make_mesh("cpu", fsdp=4)):
+        pass
+    mesh = sf.make_mesh("cpu", fsdp=2, tp=2)  # whose coordinates count from here on
     with sf.collectives.watch(mesh):
         for step in range(1000):
             if step == 2 and dist.get_rank() == 3:
