@@ -9,7 +9,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --loca
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips must not share one .venv
-.PHONY: help train test test-all properties faults bench docs check clean
+.PHONY: help train test test-all eco properties faults bench docs check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,10 +18,13 @@ train: .venv/.with-progress,plot ## train the language model: RANKS=4 ARGS="--me
 	$(TORCHRUN) --nproc-per-node $(RANKS) examples/train_lm.py $(ARGS)
 
 test: .venv/.with-test ## run the everyday tests, by two workers: ARGS="-k plan"
-	$(PY) -m pytest --numprocesses 2 --dist worksteal -m "not slow" $(ARGS)
+	$(PY) -m pytest --numprocesses 2 --dist worksteal -m "not slow and not eco" $(ARGS)
 
 test-all: .venv/.with-test ## run what `make test` leaves out, which takes longer
-	$(PY) -m pytest --numprocesses 2 --dist worksteal -m "(slow or property) and not rest" $(ARGS)
+	$(PY) -m pytest --numprocesses 2 --dist worksteal -m "(slow or property) and not rest and not eco" $(ARGS)
+
+eco: .venv/.with-test,eco ## run Ray, Lightning, accelerate, transformers and TRL on our classes, 4 minutes
+	$(PY) -m pytest --numprocesses 2 --dist worksteal -m eco $(ARGS)
 
 properties: .venv/.with-test ## run each property of the core on 2,000 drawn examples, 15 minutes: EXAMPLES=20000
 	$(PY) -m pytest --numprocesses 2 --dist worksteal -m law --examples $(EXAMPLES) $(ARGS)
@@ -35,7 +38,7 @@ bench: .venv/.with-progress,plot ## run every benchmark, 20 minutes: ARGS=--quic
 docs: .venv/.with-docs ## build the documentation into site/
 	$(PY) -m mkdocs build --strict
 
-check: .venv/.with-check ## lint, formatting and types
+check: .venv/.with-check,eco ## lint, formatting and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright --pythonpath $(PY)

@@ -41,8 +41,7 @@ def train(config: dict[str, Any]) -> None:
         with found.as_directory() as directory:
             trainer.load(directory)
     while trainer.steps < config["steps"]:
-        images, labels = make_images(BATCH, seed=trainer.steps)
-        out = trainer.step(*sf.data.local_batch((images.to(torch.get_default_dtype()), labels), mesh))
+        out = trainer.step(*sf.data.local_batch(make_images(BATCH, seed=trainer.steps), mesh))
         if trainer.steps % config["save_every"] == 0:
             told = {"step": trainer.steps, "loss": float(out["loss"]), "workers": workers}
             with tempfile.TemporaryDirectory() as mine:

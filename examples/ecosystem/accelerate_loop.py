@@ -5,7 +5,7 @@
 On GPUs `accelerate launch` with a config, or `Accelerator(fsdp_plugin=...)`, is all there is to it.
 """
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin
 from common import Told, batches, make_model, on_cpus, options
 from torch.optim import AdamW
 
@@ -20,8 +20,7 @@ def main() -> None:
         state_dict_type="SHARDED_STATE_DICT",
         use_orig_params=True,
     )
-    on_cpus(plugin)
-    accelerator = Accelerator(fsdp_plugin=plugin)
+    accelerator = on_cpus(plugin)  # on GPUs: Accelerator(fsdp_plugin=plugin)
     model = make_model()
     model, optimizer = accelerator.prepare(model, AdamW(model.parameters(), lr=1e-2))
 
@@ -32,7 +31,7 @@ def main() -> None:
             norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            told.step(loss, norm)
+            told.step(loss.detach(), norm)
 
     train(0, 4)
     accelerator.save_state(str(asked.directory / "step-4"))

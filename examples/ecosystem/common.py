@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 VOCABULARY, LENGTH = 64, 16
@@ -45,11 +45,15 @@ def batches(first: int, last: int, rank: int, ranks: int, size: int = 4) -> Iter
         yield torch.stack([text(number) for number in range(begin, begin + size)])
 
 
-def on_cpus(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Before an `Accelerator` is made. On CPUs it would choose DDP, plugin or not; on GPUs this is not needed."""
-    state = AcceleratorState(cpu=True)
-    state.distributed_type = DistributedType.FSDP
-    state.fsdp_plugin = plugin
+def on_cpus(plugin: FullyShardedDataParallelPlugin) -> Accelerator:
+    """The first `Accelerator` decides for all that follow, and on CPUs it takes DDP, plugin or not.
+
+    On GPUs this is not needed.
+    """
+    accelerator = Accelerator(cpu=True)
+    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    return accelerator
 
 
 class Told:
@@ -65,9 +69,10 @@ class Told:
     def write(self, asked: argparse.Namespace) -> None:
         """Into a file of each rank."""
         rank = os.environ["RANK"]
-        (asked.directory / f"told.{rank}.json").write_text(json.dumps(self.rows))
+        told = {"class": fully_shard.__module__, "rows": self.rows}
+        (asked.directory / f"told.{rank}.json").write_text(json.dumps(told))
         if rank == "0":
-            print(f"loss {self.rows[0][0]:.3f} -> {self.rows[-1][0]:.3f}")
+            print(f"{told['class']}: loss {self.rows[0][0]:.3f} -> {self.rows[-1][0]:.3f}")
 
 
 def options(about: str | None) -> argparse.Namespace:
@@ -99,6 +104,7 @@ def arguments_of(asked: argparse.Namespace) -> dict[str, Any]:
             "version": asked.fsdp,
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
             "state_dict_type": "SHARDED_STATE_DICT",
+            "sync_module_states": asked.fsdp == 1 and torch.accelerator.is_available(),  # which accelerate wants for it
         },
     }
 

@@ -308,7 +308,8 @@ class Trainer(nn.Module):
         the first rank.
 
         Args:
-            directory: where the checkpoints of a run are; the same on all ranks. One of this step is replaced.
+            directory: where the checkpoints of a run are; the same on all ranks. One of this step is replaced. Or a
+                `sf.checkpoint.LocalDirectory` of each rank: what they hold together is the checkpoint.
             keep: how many of the newest finished checkpoints there stay, this one among them; default: all.
             keep_every: those whose step is a multiple of it stay, too.
             async_: whether it goes on in the background; see `sf.checkpoint.save`.

@@ -21,7 +21,10 @@ def main(storage: str) -> None:
     ray.init(address=cluster.address)
 
     def rows() -> list[dict[str, float]]:
-        return [each["metrics"] for each in json.loads(told.read_text())["checkpoint_results"]] if told.exists() else []
+        try:
+            return [each["metrics"] for each in json.loads(told.read_text())["checkpoint_results"]]
+        except (FileNotFoundError, json.JSONDecodeError):  # not there yet, or being written
+            return []
 
     def lose() -> None:
         while len(rows()) < 2:
@@ -36,6 +39,8 @@ def main(storage: str) -> None:
     options = ["--steps", "60", "--save-every", "5", "--workers", "2", "4", "--dtype", "float64"]
     ray_train.main([*options, "--storage", storage])
     print(f"ROWS {json.dumps(rows())}", flush=True)
+    ray.shutdown()
+    cluster.shutdown()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,17 +20,22 @@ if str(EXAMPLES) not in sys.path:
 vit = importlib.import_module("vit")
 
 
-def _losses(steps: int, batch: int) -> list[float]:
-    """Of one process, by torch alone, in float64."""
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Models and images of float64."""
     torch.set_default_dtype(torch.float64)
-    try:
-        model, losses = vit.make_model(), list[float]()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    optimizer = AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def _losses(steps: int, batch: int) -> list[float]:
+    """Of one process, by torch alone."""
+    losses = list[float]()
+    model = vit.make_model()
+    optimizer = AdamW(model.parameters(), lr=2e-3)
     for step in range(steps):
         images, labels = vit.make_images(batch, seed=step)
-        loss = nn.functional.cross_entropy(model(pixel_values=images.double()).logits, labels)
+        loss = nn.functional.cross_entropy(model(pixel_values=images).logits, labels)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -38,13 +44,15 @@ def _losses(steps: int, batch: int) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
+@pytest.mark.eco
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("double")
 def test_a_node_is_lost(tmp_path: Path) -> None:
     """Four workers on 2 x 2, then two on 1 x 2: the losses of one process that nothing happened to."""
     path = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent)])
-    # Where a node is not yet known to be dead, Ray waits so long for workers on it.
-    quick = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    # How soon Ray finds out that a node is dead, and how long it waits for workers on one of which it does not know it.
+    quick = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
+    quick |= {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).with_name("lose_a_node.py")), str(tmp_path)]
     done = subprocess.run(command, env=os.environ | quick, capture_output=True, text=True, timeout=390)
     assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-10000:]

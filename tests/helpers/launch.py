@@ -56,6 +56,7 @@ def _be_a_rank(rank: int, ranks: int, port: int, argv: list[str], folder: str, l
         os.environ |= {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        os.environ |= {"TORCHELASTIC_RUN_ID": "none"}
     os.chdir(folder)
     if argv[0] == "-m":
         sys.argv = argv[1:]

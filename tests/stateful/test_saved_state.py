@@ -1,6 +1,7 @@
 """What a `Trainer` goes on with: where it was, how many samples it had, random numbers, loaders of each rank."""
 
 import random
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,31 @@ def test_what_cannot_be_kept_is_an_error_before_anything_is_saved(tmp_path: Path
     (tmp_path / "file").touch()
     with pytest.raises(sf.ShardError, match="is a file; give a checkpoint"):
         sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1), resume=tmp_path / "file")
+
+
+def _saves_apart(path: str) -> None:
+    first, loader = _trainer(2), Loader()
+    first.step(next(loader))
+    mine = sf.checkpoint.LocalDirectory(f"{path}/{dist.get_rank()}")
+    with pytest.raises(sf.ShardError, match="mean nothing to a LocalDirectory"):
+        first.save(mine, keep=1)
+    assert first.save(mine, loader=loader) is mine
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for rank in range(2):
+            shutil.copytree(f"{path}/{rank}", f"{path}/whole", dirs_exist_ok=True)
+    dist.barrier()
+    again, other = _trainer(2), Loader()
+    again.load(f"{path}/whole", loader=other)
+    assert again.steps == 1 and again.samples == 2 + 4
+    torch.manual_seed(dist.get_rank())
+    went_on = first.step(next(loader))["loss"]
+    torch.manual_seed(dist.get_rank())
+    assert again.step(next(other))["loss"] == went_on
+
+
+def test_each_rank_may_save_where_it_alone_is(tmp_path: Path) -> None:
+    run(_saves_apart, str(tmp_path), ranks=2)
 
 
 def test_an_average_that_nobody_asks_for_is_told(tmp_path: Path) -> None:
