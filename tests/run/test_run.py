@@ -124,7 +124,7 @@ def test_another_number_of_ranks_and_tp(tmp_path: Path, undisturbed: list[float]
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("whom", ["launcher", "rank", "rank twice"])
+@pytest.mark.parametrize("whom", ["launcher", "a rank, twice"])
 def test_sigterm_ends_all_with_one_checkpoint(tmp_path: Path, whom: str, undisturbed: list[float]) -> None:
     script, log = [str(TRAIN), str(tmp_path / "run"), str(STEPS)], Log(tmp_path / "run")
     launched = Launched("--nproc-per-node", "2", *script, PAUSE="0.2")
@@ -132,7 +132,7 @@ def test_sigterm_ends_all_with_one_checkpoint(tmp_path: Path, whom: str, undistu
     if whom == "launcher":
         launched.process.terminate()
     else:
-        for _ in range(2 if whom.endswith("twice") else 1):
+        for _ in range(2):
             os.kill(launched.ranks()[-1], signal.SIGTERM)
             time.sleep(0.3)
     code, output = launched.end()
@@ -140,9 +140,10 @@ def test_sigterm_ends_all_with_one_checkpoint(tmp_path: Path, whom: str, undistu
     newest = max((tmp_path / "run").iterdir()).name
     assert newest == f"step-{log.step:08}", output
     assert 12 <= log.step < STEPS
-    code, output = Launched("--nproc-per-node", "2", *script).end()
-    assert code == 0, output
-    assert log.losses == undisturbed
+    if whom != "launcher":
+        code, output = Launched("--nproc-per-node", "2", *script).end()
+        assert code == 0, output
+        assert log.losses == undisturbed
 
 
 @pytest.mark.slow

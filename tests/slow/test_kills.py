@@ -25,4 +25,4 @@ def test_every_day() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_more() -> None:
-    assert _kill("150", "--seed", "1") == {"ended": 150}
+    assert _kill("80", "--seed", "1") == {"ended": 80}
