@@ -24,7 +24,7 @@ from shardfn._torch import move_to_mesh, parameters_of, pytree, seen_by_dynamo, 
 from shardfn.binding import GraphBreak, module_tables
 from shardfn.comm import agree_on, buckets, failing_together
 from shardfn.compat.common.meshes import spread
-from shardfn.layout import OWN, Policy, Reduction, exactly, mesh, planning, shards_in, unwrapped
+from shardfn.layout import OWN, Policy, Reduction, exactly, may_be_differentiated, mesh, planning, shards_in, unwrapped
 from shardfn.notation import ShardError
 from shardfn.params import initialize
 from shardfn.stateful import ModuleShards, adopt, bound, install
@@ -247,7 +247,7 @@ class FillsBlanks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func is torch.empty_like and made.is_floating_point():
+        if func is torch.empty_like and may_be_differentiated(made):
             unwrap_local(made).detach().fill_(float("nan"))
             for record in self._records:
                 record.is_blank = True
@@ -262,7 +262,7 @@ def _require_filled(module: nn.Module, record: Sharded, units: Iterable[Sharded]
     """
     tensors = {name: unwrap_local(x) for name, x in (*module.named_parameters(), *module.named_buffers())}
     with failing_together(record.mesh, record.verb):
-        if blank := [name for name, x in tensors.items() if x.is_floating_point() and bool(x.isnan().any())]:
+        if blank := [name for name, x in tensors.items() if may_be_differentiated(x) and bool(x.isnan().any())]:
             why = f"{len(blank)} tensors have memory of to_empty() that nobody has filled, the first is '{blank[0]}'"
             instead = "Call reset_parameters() of the modules that own them, init functions, or load_state_dict"
             raise ShardError(f"{record.verb}: {why}. {instead}")
