@@ -81,3 +81,16 @@ def test_a_mesh_without_a_journal() -> None:
     assert list(journal.last) == ["gather", "step"]
     keep_journal(mesh, None)
     assert mesh not in JOURNALS
+
+
+def test_steps_of_ranks_go_into_their_newest_journal() -> None:
+    """Of two meshes of the same ranks that somebody watches; each may be watched anew."""
+    first, other = (sf.make_mesh("cpu", **axes) for axes in ({"fsdp": 1}, {"fsdp": 1, "tp": 1}))
+    journals = [_journal() for _ in range(3)]
+    for mesh, journal in zip((first, other, first), journals, strict=True):
+        keep_journal(mesh, journal)
+        note_of_ranks(other, "step")
+    keep_journal(first, None)
+    note_of_ranks(first, "another step")
+    keep_journal(other, None)
+    assert [[*journal.last] for journal in journals] == [["step"], ["step", "another step"], ["step"]]
