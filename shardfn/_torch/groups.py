@@ -81,7 +81,7 @@ group_named: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d.__dict__
 _groups_made: dict[tuple[int, ...], int] = {}  # ranks -> how often this process has made a group of them
 
 
-_RECORDED = 32  # calls that are looked at
+_UNEVEN = ("scatter", "all_to_all", "alltoall")  # calls whose sizes may differ from rank to rank
 
 
 def numbers_of_calls() -> dict[tuple[str, tuple[int, ...]], int]:
@@ -95,14 +95,16 @@ def numbers_of_calls() -> dict[tuple[str, tuple[int, ...]], int]:
 
 
 def last_calls() -> dict[tuple[str, int], str]:
-    """What this process called last, by the name of a process group and the number of the call: from the recorder."""
+    """What this process called last in each process group, by its name and the call's number: from the recorder."""
     dump = getattr(dist.distributed_c10d.__dict__["torch"]._C._distributed_c10d, "_dump_fr_trace_json", None)
     entries = json.loads(dump(True, False)).get("entries", []) if dump is not None else []
-    return {
-        (entry["process_group"][0], entry["collective_seq_id"]): f"{entry['profiling_name']} of {entry['input_sizes']}"
-        for entry in entries[-_RECORDED:]
-        if not entry.get("is_p2p")
-    }
+    newest = {entry["process_group"][0]: entry for entry in entries if not entry.get("is_p2p")}
+    return {(name, entry["collective_seq_id"]): _called(entry) for name, entry in newest.items()}
+
+
+def _called(entry: dict[str, Any]) -> str:
+    name: str = entry["profiling_name"]
+    return name if any(word in name for word in _UNEVEN) else f"{name} of {entry['input_sizes']}"
 
 
 def close_all_connections() -> None:

@@ -6,6 +6,7 @@ little later than where they are; each says whether that is still ahead of it, a
 it was of all. If not, a later one is said. So a step costs nothing as long as no signal came.
 """
 
+import os
 import signal
 import threading
 from collections.abc import Mapping
@@ -40,6 +41,9 @@ class Signal:
                 before(number, frame)
 
         signal.signal(signal.SIGTERM, note)
+        default: Any = signal.SIG_DFL if before is None else before
+        # What this process forks ends as before: multiprocessing sends SIGTERM to its own, and waits for them.
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, default))
 
 
 TERMINATED = Signal()

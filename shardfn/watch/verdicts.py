@@ -70,7 +70,8 @@ def verdict(
     waiting = {r: x for r, x in records.items() if x.ended is None and (x.asks or (x.waits and stands[r]))}
     lost = {rank: why for rank, record in records.items() if (why := _never_comes(record, states[rank])) is not None}
     for rank, (kind, why) in sorted(lost.items(), key=lambda each: "lost its connection" in each[1][1]):
-        if any(other != rank and (behind(records[rank], x) or x.asks) for other, x in waiting.items()):
+        others = {other: x for other, x in waiting.items() if other != rank and not _left_the_same(records[rank], x)}
+        if any(behind(records[rank], x) or x.asks for x in others.values()):
             return _told(kind, f"{records[rank].name} {why}", {rank}, records)
     circle = stuck({rank: record for rank, record in records.items() if stands[rank] >= 3 or record.waits is None})
     if circle:
@@ -85,6 +86,13 @@ def verdict(
             names = ", ".join(records[r].name for r in sorted(late))
             return _told("late", f"{names} did not come within {timeout:g} s", late, records)
     return None
+
+
+def _left_the_same(record: Record, other: Record) -> bool:
+    """Whether both have left the same call by an error, as all ranks may."""
+    if record.ended is not None or record.failed is None or other.failed is None:
+        return False
+    return record.failed.partition(" by ")[0] == other.failed.partition(" by ")[0]
 
 
 def _never_comes(record: Record, state: str) -> tuple[str, str] | None:

@@ -56,7 +56,7 @@ class Watcher:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         """All ranks of the mesh make theirs at the same point."""
-        self.ranks = [*map(int, mesh.mesh.flatten())]
+        self.ranks = sorted(map(int, mesh.mesh.flatten()))
         (number,), *_ = exchange_numbers(mesh, [secrets.randbits(62)])
         under: Any = dist.__dict__["PrefixStore"]
         self._store = under(f"shardfn/watch/{number}", _torch.other_client(_torch.default_store()))
@@ -65,7 +65,8 @@ class Watcher:
         self.record = Record(dist.get_rank(), "", records.this_host(), os.getpid())
         self.journals: dict[DeviceMesh, Journal] = {}
         self._owners = self._eras = 0  # for whom it ends a run; how many there ever were
-        self.timeout = _MARGIN * _torch.timeout_of(mesh.get_group(0)).total_seconds()
+        groups = mesh.get_group(0), dist.group.WORLD
+        self.timeout = _MARGIN * max(_torch.timeout_of(group) for group in groups).total_seconds()
         self.verdict: str | None = None
         self._inside = 0  # calls
         self._since_broken = 0  # calls
@@ -102,8 +103,9 @@ class Watcher:
         """An owner is gone, when its garbage was collected; the last one's journals go with it."""
         self._owners -= 1
         if not self._owners:
-            for mesh in list(self.journals):
-                keep_journal(mesh, None)
+            for mesh, journal in list(self.journals.items()):
+                if journal_of(mesh) is journal:  # and not that of a later watcher on an equal mesh
+                    keep_journal(mesh, None)
             self.journals.clear()
 
     # -- the main thread ----------------------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ class Watcher:
         self.record.ended = self.record.ended or "normally"
         self._stop.set()
         self._thread.join(20 * _INTERVAL)
-        if self.verdict is not None and dist.get_rank() == 0:  # whose process may have the store
+        if self.verdict is not None and self.record.rank == 0:  # whose process may have the store
             with suppress(RuntimeError, dist.DistError):
                 gone = sum(self._state_of(rank) in ("gone", "stopped") for rank in self._known)
                 self._until(lambda: self._store.add("heard", 0) >= len(self.ranks) - gone, _NOTICE)
@@ -368,7 +370,7 @@ def watch_for(owner: object, mesh: DeviceMesh) -> None:
 
 
 def _watcher_of(mesh: DeviceMesh) -> Watcher:
-    ranks = tuple(map(int, mesh.mesh.flatten()))
+    ranks = tuple(sorted(map(int, mesh.mesh.flatten())))
     watcher = _WATCHERS.get(ranks)
     if watcher is None or not watcher.is_of_now:
         _at_exit()

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,9 +12,10 @@ from pathlib import Path
 class Launched:
     """A launcher that runs in the background."""
 
-    def __init__(self, *arguments: str, **env: str) -> None:
-        command = [sys.executable, "-m", "shardfn.run", *arguments]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | env
+    def __init__(self, *arguments: str, by: Sequence[str] = (), **env: str) -> None:
+        """`by`: a command that begins it; with variables of the environment."""
+        command = [*(by or [sys.executable, "-m", "shardfn.run"]), *arguments]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable} | env
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment)
 

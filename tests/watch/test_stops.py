@@ -1,5 +1,10 @@
 """All ranks end after the same call, whenever each hears of it."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,3 +82,21 @@ def test_who_makes_many_calls_between_two_looks_gets_more_time() -> None:
         False,
     )  # one that was refused is not said again
     assert next_appointment({0: 100, 1: 100}, {}, {0: 120, 1: 0}, 120) == (120, False)
+
+
+_FORKS = """
+import multiprocessing, time
+import shardfn as sf
+sf.collectives.asked_to_stop(sf.make_mesh("cpu", fsdp=1))
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,), daemon=True)
+child.start()
+print("the end", flush=True)
+"""
+
+
+def test_processes_that_were_forked_end_by_sigterm() -> None:
+    """As multiprocessing ends those that are daemons, and waits for them."""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", _FORKS], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("the end\n")

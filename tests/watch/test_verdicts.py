@@ -85,6 +85,18 @@ def test_who_never_comes(values: dict[str, Any], state: str, says: str) -> None:
     assert _verdict(nobody_waits, r1=state) is None
 
 
+def test_an_error_that_all_met_in_the_same_call_is_nobodys() -> None:
+    same = "do step 1 by FloatingPointError: "
+    first, late = (
+        _record(0, {"g": 3}, failed=f"{same}nan on rank 0"),
+        _record(1, {"g": 4}, failed=f"{same}nan", waits="x"),
+    )
+    assert _verdict(_ranks(first, late)) is None
+    text = _verdict(_ranks(first, replace(late, failed="save by OSError: no space")))
+    assert "rank 0 (fsdp=0) left do step 1 by FloatingPointError" in text
+    assert "left do step 1" in _verdict(_ranks(first, replace(late, failed=None)))
+
+
 def test_one_that_lost_its_connection_is_not_the_cause() -> None:
     records = _ranks(
         _record(0, {"g": 3}, ended="after others, to which it lost its connection"),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-from shardfn.comm.journal import JOURNALS, journal_of
+from shardfn.comm.journal import JOURNALS, journal_of, keep_journal
 from shardfn.testing import on_meshes, run, run_raises
 
 
@@ -51,6 +51,40 @@ def test_a_trainer_is_watched_as_long_as_it_lives(mesh: DeviceMesh) -> None:
     del trainer
     gc.collect()
     assert mesh not in JOURNALS
+
+
+def _waits_after_a_scatter() -> bool:
+    """Calls whose sizes differ from rank to rank, over before some wait for others."""
+    mesh = sf.make_mesh("cpu", fsdp=3)
+    rank, out = dist.get_rank(), torch.empty(2)
+    with sf.collectives.watch(mesh):
+        dist.scatter(out, [torch.full((2,), float(to)) for to in range(3)] if rank == 0 else None, src=0)
+        lengths = [1, 1, 1] if rank else [2, 1, 1]
+        received = torch.empty(4 if rank == 0 else 3)
+        theirs = [2, 1, 1] if rank == 0 else [1, 1, 1]
+        dist.all_to_all_single(received, torch.ones(sum(lengths)), theirs, lengths)
+        if rank == 2:
+            time.sleep(5)
+        dist.barrier()
+    return bool((out == rank).all())
+
+
+@pytest.mark.slow
+def test_sizes_that_differ_in_calls_of_torch_are_no_reason() -> None:
+    assert all(run(_waits_after_a_scatter, ranks=3))
+
+
+@on_meshes({"fsdp": 2})
+def test_an_owner_that_is_gone_takes_no_later_journal_with_it(mesh: DeviceMesh) -> None:
+    trainer = sf.Trainer(nn.Linear(4, 4), mesh)
+    journal = journal_of(mesh)
+    assert journal is not None
+    later = type(journal)({"": "of a later watcher"}, journal.watcher)
+    keep_journal(mesh, later)
+    del trainer
+    gc.collect()
+    assert journal_of(mesh) is later
+    keep_journal(mesh, None)
 
 
 _KEPT: list[object] = []

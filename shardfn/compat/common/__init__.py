@@ -7,5 +7,5 @@ or of device meshes). Not here: any name that a script imports; those are in the
 from shardfn.compat.common import meshes, sharded_module
 from shardfn.compat.common.meshes import HYBRID, OWN_AXES
 from shardfn.compat.common.sharded_module import RECORD, CopiesIntoShards, FillsBlanks, Sharded, Tree, compile_units
-from shardfn.compat.common.sharded_module import current_shards
-from shardfn.compat.common.sharded_module import laid_out, own_modules, put_shards, run, spread_inside, whole_of
+from shardfn.compat.common.sharded_module import current_shards, laid_out, note_blanks, own_modules, put_shards, run
+from shardfn.compat.common.sharded_module import spread_inside, whole_of

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
-from shardfn._torch import move_to_mesh, parameters_of, pytree, seen_by_dynamo, unwrap_local
+from shardfn._torch import move_to_mesh, parameters_of, pytree, seen_by_dynamo, unwrap_local, version_of
 from shardfn.binding import GraphBreak, module_tables
-from shardfn.comm import agree_on, buckets, failing_together
+from shardfn.comm import agree_on, buckets
 from shardfn.compat.common.meshes import spread
 from shardfn.layout import OWN, Policy, Reduction, exactly, may_be_differentiated, mesh, planning, shards_in, unwrapped
 from shardfn.notation import ShardError
@@ -31,6 +31,7 @@ from shardfn.stateful import ModuleShards, adopt, bound, install
 from shardfn.watch import call, watch_for
 
 RECORD = f"{OWN}record"  # the key of a `Sharded` in the dict of each of its modules
+_BLANK = f"{OWN}blank"  # the key of the version that a tensor had when `to_empty` made it
 _TREES = f"{OWN}trees"  # the key of the plans of the tree below a module, by whether they are in full precision
 
 
@@ -53,7 +54,7 @@ class Sharded:
     scale: float = 1.0  # of gradients, beside the mean over ranks
     is_whole: bool = False  # whether whole parameters stand in the places of all shards, and compute
     version: int = 0  # counts changes of what a plan is made from: one that was made before is no good any more
-    is_blank: bool = False  # whether there is memory that `to_empty` made, and that nobody may have filled yet
+    has_run: bool = False  # as a root, since memory was made
 
     @classmethod
     def has_sharded(cls, module: nn.Module) -> bool:
@@ -225,8 +226,6 @@ def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
     tree = _tree_now(module, record.is_exact(module))
     record.begin(module, tree)
     held, units = tree.held, tree.units
-    if any(unit.is_blank for unit in units.values()):
-        _require_filled(module, record, units.values())
     if record.device.type != "cpu":
         args, kwargs = pytree.tree_map(lambda x: x.to(record.device) if isinstance(x, Tensor) else x, (args, kwargs))
     if record.is_whole:
@@ -235,42 +234,58 @@ def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
     if any(unit.scale != 1 for unit in units.values()):
         params.scale_of_gradients = lambda unit: units[unit].scale
     with call(record.mesh, f"call the model's {method}"):
+        if not record.has_run:
+            _look_before_first_run(module, record)
         return held.run(module, params, method, args, kwargs)
 
 
 class FillsBlanks(TorchFunctionMode):
-    """Within it `to_empty` fills memory with NaN, so that what nobody fills is noticed; some units know of it."""
+    """Within it `to_empty` fills memory with NaN, so that what nobody fills afterwards is noticed."""
 
-    def __init__(self, *records: Sharded) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._records = records
+        self.made = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func is torch.empty_like and may_be_differentiated(made):
-            unwrap_local(made).detach().fill_(float("nan"))
-            for record in self._records:
-                record.is_blank = True
-        return made
+        out = func(*args, **(kwargs or {}))
+        if func is torch.empty_like and may_be_differentiated(out):
+            unwrap_local(out).detach().fill_(float("nan"))
+            self.made = True
+        return out
 
 
-def _require_filled(module: nn.Module, record: Sharded, units: Iterable[Sharded]) -> None:
-    """All ranks have filled what `to_empty` made, with the same values where they hold the same part.
+def note_blanks(record: Sharded, module: nn.Module) -> None:
+    """Take note of what `to_empty` made for a module, and is still full of NaN."""
+    record.has_run = False
+    for x in (*module.parameters(), *module.buffers()):
+        local = unwrap_local(x).detach()
+        if not local.is_meta and may_be_differentiated(local) and bool(local.isnan().all()):
+            vars(x)[_BLANK] = version_of(local)
+
+
+def _look_before_first_run(module: nn.Module, record: Sharded) -> None:
+    """What `to_empty` made was filled, and replicas have the same values.
 
     Raises:
-        ShardError: some have not; on every rank.
+        ShardError: some tensors were not, or ranks have other values of the same part.
+
+    Communication: with an axis that replicates, one small all-gather over it.
     """
-    tensors = {name: unwrap_local(x) for name, x in (*module.named_parameters(), *module.named_buffers())}
-    with failing_together(record.mesh, record.verb):
-        if blank := [name for name, x in tensors.items() if may_be_differentiated(x) and bool(x.isnan().any())]:
-            why = f"{len(blank)} tensors have memory of to_empty() that nobody has filled, the first is '{blank[0]}'"
-            instead = "Call reset_parameters() of the modules that own them, init functions, or load_state_dict"
-            raise ShardError(f"{record.verb}: {why}. {instead}")
+    named = (*module.named_parameters(), *module.named_buffers())
+    made = [(name, x, unwrap_local(x).detach()) for name, x in named if _BLANK in vars(x)]
+    may_be = ((n, x) for n, p, x in made if isinstance(p, nn.Parameter) or version_of(x) == vars(p)[_BLANK])
+    blank = [name for name, x in may_be if not x.is_meta and bool(x.isnan().any())]  # a buffer may be filled with NaN
+    if blank:
+        why = f"{len(blank)} tensors have memory of to_empty() that nobody has filled, the first is '{blank[0]}'"
+        instead = "Call reset_parameters() of the modules that own them, init functions, or load_state_dict"
+        raise ShardError(f"{record.verb}: {why}. {instead}")
+    for _, x, _ in made:
+        del vars(x)[_BLANK]
     if len(record.data) > 1:
-        facts = [f"values of '{name}' {initialize.sampled(x)}" for name, x in tensors.items()]
+        shards = ((name, x) for name, x in module.named_parameters() if isinstance(x, DTensor))
+        facts = [f"values of '{name}' {initialize.sampled(unwrap_local(x))}" for name, x in shards]
         agree_on(record.mesh[record.data[0]], record.verb, facts, instead=". Write torch.manual_seed(0) on every rank")
-    for unit in units:
-        unit.is_blank = False
+    record.has_run = True
 
 
 _OUTSIDE: list[GraphBreak] = []  # one, as soon as anything is sharded: it imports Dynamo, as a backward does

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import buffers_of, draw_whole_values, parameters_of
 from shardfn.comm import exchange_numbers
-from shardfn.compat.common import FillsBlanks, Sharded, Tree, own_modules, put_shards, spread_inside
+from shardfn.compat.common import FillsBlanks, Sharded, Tree, note_blanks, own_modules, put_shards, spread_inside
 from shardfn.layout import by_all_names, exactly, shards_in, unwrapped
 from shardfn.notation import ShardError
 from shardfn.params import initialize
@@ -115,11 +115,14 @@ class Instance(Sharded):
                 parameter.data = parameter.data.to(self.device)
         has_meta = any(x.is_meta for x in (*params, *module.buffers()))
         src = self._source(module, has_meta)
-        if has_meta and src is None:
+        materializes = has_meta and src is None
+        if materializes:
             draw_whole_values()
-            with FillsBlanks(self):
+            with FillsBlanks():
                 _materialize(module)
         put_shards(self, module, initialize.Origin(module, src=src))
+        if materializes:
+            note_blanks(self, module)
         for parameter in module.parameters():
             if isinstance(parameter, DTensor):
                 vars(parameter)["_fsdp_flattened"] = True  # Prodigy and Lightning look for it

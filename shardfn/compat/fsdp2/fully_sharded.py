@@ -351,8 +351,11 @@ class FSDPModule(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
-        with sharded_module.FillsBlanks(Group.of(self)):
-            return super()._apply(*args, **kwargs)
+        with sharded_module.FillsBlanks() as blanks:
+            out = super()._apply(*args, **kwargs)
+        if blanks.made:
+            sharded_module.note_blanks(Group.of(self), self)
+        return out
 
     # -- whole weights ------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 STEPS, MICRO_BATCHES, WORDS, WIDTH, WIDE = 4, 2, 18, 9, torch.float64
@@ -168,9 +168,14 @@ class Trainer:
         apply_ac(self.model)
         apply_fsdp(self.model, mesh)
         self.model.to_empty(device="cpu")
-        torch.manual_seed(seed)
         with torch.no_grad():
             self.model.init_weights()
+            # On CPUs torch draws the same numbers for each part of a DTensor, which nobody wants.
+            whole = Transformer()
+            torch.manual_seed(seed)
+            whole.init_weights()
+            for shard, value in zip(self.model.parameters(), whole.parameters(), strict=True):
+                shard.copy_(distribute_tensor(value, shard.device_mesh, shard.placements))
         self.model.train()
         self.optimizers = OptimizersContainer([self.model], lr=2e-2, betas=(0.9, 0.95), eps=1e-5, foreach=True)
         self.schedulers = [LambdaLR(each, lambda step: min(1.0, (step + 1) / 3)) for each in self.optimizers.optimizers]
