@@ -241,12 +241,13 @@ def moves(draw: st.DrawFn, dtypes: Sequence[str] = DTYPES) -> tuple[Case, Case]:
 EXAMPLES = Counter[str]()
 
 
-FEW = 50  # examples of a property in `make test`
+FEW, MORE = 50, 500  # examples of a property in `make test`, in `make test-all`
 
 
-def fewer_everyday(share: float) -> float:
-    """A share of the examples in `make test`, and else all: of a property whose cases take long."""
-    return share if settings().max_examples <= FEW else 1.0
+def fewer_everyday(share: float, in_all: float = 1.0) -> float:
+    """Shares of the examples in `make test` and in `make test-all`, else all: of a property whose cases take long."""
+    most = settings().max_examples
+    return share if most <= FEW else in_all if most <= MORE else 1.0
 
 
 def hold_for_all(

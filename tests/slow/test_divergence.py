@@ -32,4 +32,4 @@ def test_all_ways() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_healthy_runs() -> None:
-    assert _said("--healthy", "8", "--at-once", "10", seconds=500).startswith("20/20")
+    assert _said("--healthy", "6", "--at-once", "10", seconds=500).startswith("20/20")
