@@ -58,6 +58,7 @@ class Record:
     failed: str | None = None  # the same, or an error that it handles, as long as it does nothing else
     ended: str | None = None  # how the process did
     asks: bool = False  # its communication has failed
+    awaits: bool = False  # it waits to hear whether all end, see `stops`
     terminated: bool = False  # it got a signal to end
     steps: int = 0  # how many calls it has made after which it may, see `stops`
     answer: int = 0  # of those after which all may

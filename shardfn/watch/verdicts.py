@@ -67,11 +67,11 @@ def verdict(
         if not all(question.key in records[rank].entries for rank in question.ranks):
             return question
         return _told("differ", *(_went_on(records) or (_first_difference(question, records), few)), records)
-    waiting = {r: x for r, x in records.items() if x.ended is None and (x.asks or (x.waits and stands[r]))}
+    waiting = {r: x for r, x in records.items() if x.ended is None and (_asks(x) or (x.waits and stands[r]))}
     lost = {rank: why for rank, record in records.items() if (why := _never_comes(record, states[rank])) is not None}
     for rank, (kind, why) in sorted(lost.items(), key=lambda each: "lost its connection" in each[1][1]):
         others = {other: x for other, x in waiting.items() if other != rank and not _left_the_same(records[rank], x)}
-        if any(behind(records[rank], x) or x.asks for x in others.values()):
+        if any(behind(records[rank], x) or _asks(x) for x in others.values()):
             return _told(kind, f"{records[rank].name} {why}", {rank}, records)
     circle = stuck({rank: record for rank, record in records.items() if stands[rank] >= 3 or record.waits is None})
     if circle:
@@ -86,6 +86,11 @@ def verdict(
             names = ", ".join(records[r].name for r in sorted(late))
             return _told("late", f"{names} did not come within {timeout:g} s", late, records)
     return None
+
+
+def _asks(record: Record) -> bool:
+    """Whether a rank waits to hear of the others."""
+    return record.asks or record.awaits
 
 
 def _left_the_same(record: Record, other: Record) -> bool:

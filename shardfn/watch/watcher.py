@@ -150,10 +150,14 @@ class Watcher:
         if not appointment.is_now():
             return False
         here = appointment.calls
-        while appointment.at == here and appointment.agreed != here and self._thread.is_alive():
-            for journal in self.journals.values():
-                journal.require_going_on()
-            sleep(_INTERVAL / 20)
+        self.record.awaits = True  # a rank that has ended, or has left a call by an error, does not answer any more
+        try:
+            while appointment.at == here and appointment.agreed != here and self._thread.is_alive():
+                for journal in self.journals.values():
+                    journal.require_going_on()
+                sleep(_INTERVAL / 20)
+        finally:
+            self.record.awaits = False
         return appointment.agreed == here
 
     def ends(self) -> None:
@@ -267,6 +271,7 @@ class Watcher:
                 self._since.pop(rank, None)
             if record.waits is not None:
                 self._since.setdefault(rank, now)
+            record.awaits = record.awaits and not self._stops[1]
             self._known[rank] = record
 
     def _make_appointment(self) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardfn as sf
 from shardfn.comm.journal import JOURNALS, journal_of, keep_journal
 from shardfn.testing import on_meshes, run, run_raises
+from shardfn.watch.stops import TERMINATED
 
 
 def _counts(mesh: DeviceMesh) -> dict[str, int]:
@@ -136,6 +137,28 @@ def test_all_hear_of_one_that_leaves() -> None:
     text = str(run_raises(Exception, _one_leaves, ranks=4, timeout=30))
     assert "ValueError: no more samples" in text
     assert "rank 3 (fsdp=1, tp=1) left run the loop by ValueError: no more samples, at test_watcher.py" in text
+
+
+def _one_does_not_answer() -> None:
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    with sf.collectives.watch(mesh):
+        sf.collectives.asked_to_stop(mesh)
+        if dist.get_rank() == 1:
+            untyped(journal_of(mesh)).watcher.appointment.hear = lambda *said: None
+            time.sleep(6)
+            raise ValueError("no more samples")
+        TERMINATED.came = True
+        try:
+            for _ in range(100):  # one of these calls is said to be the last
+                time.sleep(0.2)
+                sf.collectives.asked_to_stop(mesh)
+        finally:
+            TERMINATED.came = False
+
+
+def test_who_waits_for_an_answer_hears_of_one_that_leaves() -> None:
+    text = str(run_raises(Exception, _one_does_not_answer, ranks=2, timeout=30))
+    assert "the run is over: rank 1 (fsdp=1) left run the loop by ValueError: no more samples" in text
 
 
 def _one_takes_its_time(seconds: float) -> float:
