@@ -55,7 +55,7 @@ def test_a_trainer_is_watched_as_long_as_it_lives(mesh: DeviceMesh) -> None:
 
 
 def _waits_after_a_scatter() -> bool:
-    """Calls whose sizes differ from rank to rank, over before some wait for others."""
+    """Calls whose sizes differ from rank to rank: one is over, in the other some wait."""
     mesh = sf.make_mesh("cpu", fsdp=3)
     rank, out = dist.get_rank(), torch.empty(2)
     with sf.collectives.watch(mesh):
@@ -63,10 +63,9 @@ def _waits_after_a_scatter() -> bool:
         lengths = [1, 1, 1] if rank else [2, 1, 1]
         received = torch.empty(4 if rank == 0 else 3)
         theirs = [2, 1, 1] if rank == 0 else [1, 1, 1]
-        dist.all_to_all_single(received, torch.ones(sum(lengths)), theirs, lengths)
         if rank == 2:
             time.sleep(5)
-        dist.barrier()
+        dist.all_to_all_single(received, torch.ones(sum(lengths)), theirs, lengths)
     return bool((out == rank).all())
 
 
