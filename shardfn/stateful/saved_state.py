@@ -58,8 +58,7 @@ def save(
     tree = {**state, OTHERS: {name: tensors for name, (tensors, _) in saved.items()}, "random": random_states}
     tree["buffers"] = {name: OfFirst(x) for name, x in state["buffers"].items()}
     told = {name: notes for name, (_, notes) in saved.items()}
-    then = (lambda: None) if of_each else tidy
-    return saves.save_and(then, place, tree, mesh, told, async_, overwrite=True)
+    return saves.save_and(tidy, place, tree, mesh, told, async_, overwrite=True)
 
 
 def found_in(mesh: DeviceMesh, verb: str, directory: AnyPath) -> list[Path]:

@@ -111,6 +111,9 @@ def _left(kind: str) -> str:
         return str(refused.value)
     _fill(model, float("nan"))  # which a buffer may hold, if somebody wants it to
     model(x).sum().backward()  # nothing is lost
+    model.to_empty(device="cpu")
+    with pytest.raises(sf.ShardError, match="nobody has filled"):  # again, of one that has run
+        model(x)
     assert mesh.size() == 2
     return str(refused.value)
 
