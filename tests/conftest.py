@@ -2,7 +2,7 @@
 
 `make test` is everything but what is marked `slow`: files that take long (`SLOW`), single tests, and a test that begins
 ranks on all but one mesh for each case. `@pytest.mark.everyday(n)` keeps n cases of any test, also in such a file.
-`make test-all` is what is slow, and every property (`hypothesis`, `hold_for_all`) with ten times the examples. Of a
+`make test-all` is what is slow, and every property (`hypothesis`, `hold_for_all`) with six times the examples. Of a
 test marked `one_mesh` each case runs on one of its meshes, of one marked `sample(n)` n cases; the others are marked
 `rest`, and run when no marks are asked for. `-m "not slow and not ranks"` needs no process group. `make properties` is
 what is marked `law`, with the number of examples that `--examples` says, and prints how many each has had.
@@ -30,18 +30,18 @@ SLOW = frozenset(
 )
 # What begins ranks, or a process group of this one process; and what draws many examples.
 STARTS = {"run", "run_raises", "on_meshes", "make_mesh", "init_device_mesh", "init_process_group", "subprocess"}
-DRAWS = {"hold_for_all", "hold_in_turn", "hold_here", "run_state_machine_as_test"}
+DRAWS = {"changes", "hold_for_all", "hold_in_turn", "hold_here", "run_state_machine_as_test"}
 MANY, PATIENCE = 1000, 1800  # so many examples of a property may take so many seconds
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How many examples of each property."""
-    parser.addoption("--examples", type=int, help="of each property; 50 by default, 500 in make test-all")
+    parser.addoption("--examples", type=int, help="of each property; 50 by default, 300 in make test-all")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Few examples of each property every day."""
-    few = 500 if "property" in (config.option.markexpr or "") else 50
+    few = 300 if "property" in (config.option.markexpr or "") else 50
     settings.register_profile("tier", max_examples=config.getoption("examples") or few)
     settings.load_profile("tier")
 

@@ -45,7 +45,7 @@ def _trained(mesh: DeviceMesh) -> tuple[list[Tensor], dict[str, Tensor]]:
     return losses, sf.gather(params)
 
 
-@on_meshes({"fsdp": 2, "tp": 2}, timeout=120)
+@on_meshes({"fsdp": 2, "tp": 2})
 def test_simulated_ranks_equal_real_ones(mesh: DeviceMesh) -> None:
     wanted = _trained(mesh)
     if dist.get_rank() == 0:

@@ -115,7 +115,7 @@ def _small(path: str, saves: bool) -> None:
 
 @pytest.mark.slow
 def test_most_ranks_have_nothing_of_a_leaf(tmp_path: Path) -> None:
-    run(_small, str(tmp_path / "step-1"), True, ranks=64, timeout=300)
+    run(_small, str(tmp_path / "step-1"), True, ranks=64)
     run(_small, str(tmp_path / "step-1"), False, ranks=3)
 
 

@@ -448,7 +448,7 @@ def curved(x: Tensor, mesh: DeviceMesh) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_pairs_compile() -> None:
-    run(graphs_on_a_rank, ranks=2, timeout=100)
+    run(graphs_on_a_rank, ranks=2)
 
 
 # Without ranks

@@ -63,7 +63,7 @@ def test_on_and_off() -> None:
 
 
 def _output(folder: Path, *command: str) -> str:
-    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
 
@@ -114,7 +114,7 @@ if __name__ == "__main__":
         queue = context.Queue()
         process = context.Process(target=found, args=(queue,))
         process.start()
-        print(queue.get(timeout=120))
+        print(queue.get(timeout=600))
         process.join()
 """
 

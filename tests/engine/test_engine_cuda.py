@@ -109,7 +109,7 @@ def test_mixed_precision(mesh: DeviceMesh, offload: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # what inductor recommends
-@on_meshes(ALONE, {"fsdp": 2, "tp": 2}, timeout=280)
+@on_meshes(ALONE, {"fsdp": 2, "tp": 2})
 @pytest.mark.parametrize("how", ["units", "aot_eager", "inductor"])
 def test_compiled(mesh: DeviceMesh, how: str) -> None:
     fields: dict[str, Any] = {"compile": True} if how == "units" else {"jit": how}

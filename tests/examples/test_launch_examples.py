@@ -13,7 +13,7 @@ LAUNCH = Path(__file__).parents[2] / "examples" / "launch"
 TRAIN = Path(__file__).parents[1] / "run" / "train.py"
 ENV = {"PYTHONPATH": str(TRAIN.parents[2])}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.slow
 
 
 def test_one_node(tmp_path: Path) -> None:

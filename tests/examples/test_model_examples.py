@@ -25,7 +25,7 @@ lora, vit = importlib.import_module("lora"), importlib.import_module("vit")
 @pytest.mark.slow
 def test_adapters_are_trained_and_saved(tmp_path: Path) -> None:
     out = tmp_path / "adapters.safetensors"
-    first, *others = run(lora.main, ["--steps", "12", "--out", str(out)], ranks=4, timeout=120)
+    first, *others = run(lora.main, ["--steps", "12", "--out", str(out)], ranks=4)
     saved = load_file(out)
     assert len(saved) == 2 * 7 * 2 and all(name.endswith((".A.weight", ".B.weight")) for name in saved)
     for found in (first, *others):
@@ -92,7 +92,7 @@ def test_rules_of_a_model_with_adapters(child: str) -> None:
 
 @pytest.mark.slow
 def test_a_vit_tells_shapes_apart() -> None:
-    found = run(vit.main, ["--steps", "60"], ranks=4, timeout=120)
+    found = run(vit.main, ["--steps", "60"], ranks=4)
     assert len(set(found)) == 1 and found[0] > 0.6, found
 
 

@@ -45,7 +45,6 @@ def _losses(steps: int, batch: int) -> list[float]:
 
 
 @pytest.mark.eco
-@pytest.mark.timeout(400)
 @pytest.mark.usefixtures("double")
 def test_a_node_is_lost(tmp_path: Path) -> None:
     """Four workers on 2 x 2, then two on 1 x 2: the losses of one process that nothing happened to."""
@@ -54,7 +53,7 @@ def test_a_node_is_lost(tmp_path: Path) -> None:
     quick = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
     quick |= {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).with_name("lose_a_node.py")), str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | quick, capture_output=True, text=True, timeout=390)
+    done = subprocess.run(command, env=os.environ | quick, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-10000:]
     told = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("ROWS ", "PAUSE ")))
     rows = json.loads(told["ROWS"])

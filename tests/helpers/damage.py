@@ -1,6 +1,16 @@
 """Bytes that are changed at random, as disks and people change them."""
 
 import random
+from collections.abc import Iterator
+
+from drawing import EXAMPLES
+from hypothesis import settings
+
+
+def changes() -> Iterator[int]:
+    """So many changes, five for each example of a property: 10,000 in `make properties`."""
+    for EXAMPLES["ran"] in range(1, 5 * settings().max_examples + 1):
+        yield EXAMPLES["ran"]
 
 
 def changed(data: bytearray, draw: random.Random) -> bytearray:

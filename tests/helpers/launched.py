@@ -19,7 +19,7 @@ class Launched:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment)
 
-    def end(self, seconds: float = 90) -> tuple[int, str]:
+    def end(self, seconds: float = 400) -> tuple[int, str]:
         """Its status, and what it and its ranks have printed."""
         try:
             output, _ = self.process.communicate(timeout=seconds)
@@ -33,7 +33,7 @@ class Launched:
         return [*map(int, children.read_text().split())] if children.exists() else []
 
 
-def until(holds: Callable[[], object], seconds: float = 60) -> None:
+def until(holds: Callable[[], object], seconds: float = 200) -> None:
     """Wait until something holds."""
     end = time.monotonic() + seconds
     while not holds():

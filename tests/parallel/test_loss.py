@@ -371,7 +371,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 @pytest.mark.everyday(1)
 @pytest.mark.one_mesh
 @pytest.mark.parametrize("transform", list(TRANSFORMS))
-@on_meshes(*SPLITS, timeout=240)
+@on_meshes(*SPLITS)
 def test_split_logits_under_transforms(mesh: DeviceMesh, transform: str) -> None:
     x, y = sf.data.local_batch(tokens(), mesh)
     y[0, :2] = -100
@@ -383,7 +383,7 @@ def test_split_logits_under_transforms(mesh: DeviceMesh, transform: str) -> None
 
 
 @pytest.mark.slow
-@on_meshes({"fsdp": 1, "tp": 2}, timeout=240)
+@on_meshes({"fsdp": 1, "tp": 2})
 def test_split_logits_in_a_recorded_step(mesh: DeviceMesh) -> None:
     x, y = tokens()
     found = []
@@ -395,7 +395,7 @@ def test_split_logits_in_a_recorded_step(mesh: DeviceMesh) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@on_meshes({"fsdp": 1, "tp": 2}, timeout=240)
+@on_meshes({"fsdp": 1, "tp": 2})
 def test_split_logits_compiled(mesh: DeviceMesh) -> None:
     logits, targets = _drawn(3, 4)
     whole = logits.requires_grad_()

@@ -770,7 +770,7 @@ def test_gradients_of_samples_are_clipped_as_on_one_rank(mesh: DeviceMesh) -> No
     assert found_of(model).inputs
 
 
-@on_meshes({"fsdp": 2, "tp": 2}, timeout=200)
+@on_meshes({"fsdp": 2, "tp": 2})
 def test_a_graph_is_as_on_one_rank(mesh: DeviceMesh) -> None:
     model, ids = _model(), _ids()
     params, local = sf.shard(model, mesh, _policy()), sf.data.local_batch(ids, mesh)

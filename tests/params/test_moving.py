@@ -112,7 +112,7 @@ def exact_bytes_on_a_rank(parcel: int) -> None:
 
 @pytest.mark.parametrize("parcel", [16, pytest.param(slice_messages.PARCEL, marks=pytest.mark.slow)])
 def test_a_rank_receives_what_it_lacks_and_nothing_else(parcel: int) -> None:
-    run(exact_bytes_on_a_rank, parcel, timeout=300)
+    run(exact_bytes_on_a_rank, parcel)
 
 
 def first_has_all(case: Case) -> None:

@@ -146,7 +146,7 @@ def _require_like_one_rank(mesh: DeviceMesh, program: Callable[..., Any], checkp
 
 @pytest.mark.slow
 @pytest.mark.everyday(1)
-@on_meshes(*MESHES, timeout=120)
+@on_meshes(*MESHES)
 def test_every_mesh_drops_what_one_rank_drops(mesh: DeviceMesh) -> None:
     programs = (_value_and_grad, _twice, _torch_grad, _closed_over, _hvp, _slope, _members)
     for program in (_per_sample, *programs[mesh["tp"].size() // 2 :: 3]):
@@ -155,7 +155,7 @@ def test_every_mesh_drops_what_one_rank_drops(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.slow
-@on_meshes({"fsdp": 2, "tp": 2}, timeout=120)
+@on_meshes({"fsdp": 2, "tp": 2})
 def test_a_checkpoint_drops_the_same_again(mesh: DeviceMesh) -> None:
     model, x = _model(), sf.data.local_batch(_batch(), mesh)
     params = sf.shard(model, mesh, _policy())

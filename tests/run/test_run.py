@@ -73,7 +73,6 @@ def _path(*more: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_three_deaths_leave_the_losses_as_they_were(tmp_path: Path, undisturbed: list[float]) -> None:
     deaths = ("15", "25", "45")
     launched = Launched(
@@ -87,7 +86,6 @@ def test_three_deaths_leave_the_losses_as_they_were(tmp_path: Path, undisturbed:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_one_of_two_hosts_dies(tmp_path: Path, undisturbed: list[float]) -> None:
     """The one that does not hold the rendezvous; its ranks go with it, and the other goes on with half of them."""
     with socket() as free:
@@ -112,7 +110,6 @@ def test_one_of_two_hosts_dies(tmp_path: Path, undisturbed: list[float]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_another_number_of_ranks_and_tp(tmp_path: Path, undisturbed: list[float]) -> None:
     script = [str(TRAIN), str(tmp_path / "run")]
     for ranks, steps, env in (("4", "20", {"TP": "2"}), ("1", "30", {}), ("2", "50", {"TP": "2"})):
@@ -123,7 +120,6 @@ def test_another_number_of_ranks_and_tp(tmp_path: Path, undisturbed: list[float]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("whom", ["launcher", "a rank, twice"])
 def test_sigterm_ends_all_with_one_checkpoint(tmp_path: Path, whom: str, undisturbed: list[float]) -> None:
     script, log = [str(TRAIN), str(tmp_path / "run"), str(STEPS)], Log(tmp_path / "run")
@@ -147,7 +143,6 @@ def test_sigterm_ends_all_with_one_checkpoint(tmp_path: Path, whom: str, undistu
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     log = Log(tmp_path / "run")
     launched = Launched("--nproc-per-node", "2", str(TRAIN), str(tmp_path / "run"), "1000", PAUSE="0.1")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 
-def _said(*arguments: str, seconds: float) -> str:
+def _said(*arguments: str) -> str:
     script = Path(__file__).parent / "divergence" / "go_apart.py"
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=seconds)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()[-1]
 
@@ -20,16 +20,14 @@ def _said(*arguments: str, seconds: float) -> str:
 def test_every_day() -> None:
     """Of each kind one: journals that differ, an error that is caught, an end, a barrier."""
     ways = "saves_alone,raises_in_forward-fsdp2,has_no_more_batches-trainer,waits_at_a_barrier-fsdp2"
-    assert _said("--only", ways, "--at-once", "4", seconds=90).startswith("4/4")
+    assert _said("--only", ways, "--at-once", "4").startswith("4/4")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_all_ways() -> None:
-    assert _said("--at-once", "2", seconds=500).startswith("34/34")
+    assert _said("--at-once", "2").startswith("34/34")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_healthy_runs() -> None:
-    assert _said("--healthy", "6", "--at-once", "10", seconds=500).startswith("20/20")
+    assert _said("--healthy", "6", "--at-once", "10").startswith("20/20")

@@ -24,6 +24,5 @@ def test_every_day() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_all() -> None:
     assert "38/38" in _survived("1-18,26-37,41-48")  # the others are in test_divergence.py and run/test_run.py

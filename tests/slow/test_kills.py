@@ -23,6 +23,5 @@ def test_every_day() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_more() -> None:
     assert _kill("80", "--seed", "1") == {"ended": 80}

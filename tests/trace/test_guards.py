@@ -398,7 +398,7 @@ ECONOMICAL = [
 ]
 
 
-@on_meshes({"fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 2}, timeout=200)
+@on_meshes({"fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 2})
 def test_what_is_only_counted_or_multiplied_is_no_guard(mesh: DeviceMesh) -> None:
     for way, number, finds, watches in ECONOMICAL:
         model, own, x = of(way), of(way), inputs()

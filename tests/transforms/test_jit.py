@@ -85,7 +85,7 @@ def _same(mesh: DeviceMesh, backend: Any, tol: float, **fields: Any) -> None:
         assert_trees_close(mine, other, rtol=tol, atol=tol)
 
 
-@on_meshes(*MESHES, timeout=240)
+@on_meshes(*MESHES)
 def test_a_step_equals_the_eager_one(mesh: DeviceMesh) -> None:
     backend = Counted()
     _same(mesh, backend, 1e-6, layers=2 if mesh.size(0) == mesh.size(1) else 1)
@@ -93,12 +93,12 @@ def test_a_step_equals_the_eager_one(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"regather": False, "dropout": 0.5}, {"microbatches": 2}], ids=str)
-@on_meshes({"fsdp": 2, "tp": 2}, timeout=240)
+@on_meshes({"fsdp": 2, "tp": 2})
 def test_other_steps_equal_the_eager_ones(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     _same(mesh, "aot_eager" if "dropout" in fields else Counted(), 1e-6, layers=1, **fields)
 
 
-@on_meshes({"fsdp": 2, "tp": 1}, timeout=200)
+@on_meshes({"fsdp": 2, "tp": 1})
 def test_inductor(mesh: DeviceMesh) -> None:
     _same(mesh, "inductor", 1e-6, layers=1)
 

@@ -17,7 +17,7 @@ from shardfn.transforms.forward_mode import FORWARD_MODE_DIFFERENTIATED, ByFormu
 
 @pytest.mark.everyday(1)
 @pytest.mark.one_mesh
-@on_meshes(*MESHES, timeout=240)
+@on_meshes(*MESHES)
 @pytest.mark.parametrize("first", range(6))
 def test_transforms_equal_one_process(mesh: DeviceMesh, first: int) -> None:
     at = Program(mesh, regather=mesh["fsdp"].size() != 2)  # weights are kept until the backward on the second mesh

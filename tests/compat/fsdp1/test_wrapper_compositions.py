@@ -128,4 +128,4 @@ def test_a_few_rows_are_as_torchs() -> None:
 @pytest.mark.parametrize("part", range(8))
 def test_every_row_is_as_torchs(part: int) -> None:
     rows = [row for row in ROWS if row not in EVERYDAY][part::8]
-    assert run(_alike, rows, ranks=2, timeout=180) == [{}, {}]
+    assert run(_alike, rows, ranks=2) == [{}, {}]
