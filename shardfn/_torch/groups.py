@@ -84,22 +84,40 @@ _groups_made: dict[tuple[int, ...], int] = {}  # ranks -> how often this process
 _UNEVEN = ("scatter", "all_to_all", "alltoall")  # calls whose sizes may differ from rank to rank
 
 
-def numbers_of_calls() -> dict[tuple[str, tuple[int, ...]], int]:
-    """How many collectives this process has begun, by the name and the ranks of each process group."""
+def numbers_of_calls(only: str = "") -> dict[tuple[str, tuple[int, ...]], int]:
+    """How many collectives this process has begun, by name and ranks of each process group, `only` those of a backend."""
     registry, counts = dist.distributed_c10d.__dict__["_world"], dict[tuple[str, tuple[int, ...]], int]()
     for group, ranks in list(registry.pg_group_ranks.items()):
         with suppress(RuntimeError, AttributeError):  # the backend does not count; another process's group is no group
             backends = {id(one): one for one in map(group._get_backend, group._device_types)}.values()
-            counts[group.group_name, tuple(ranks)] = sum(one._get_sequence_number_for_group() for one in backends)
+            if not only or {one.name() for one in backends} == {only}:
+                counts[group.group_name, tuple(ranks)] = sum(one._get_sequence_number_for_group() for one in backends)
     return counts
 
 
-def last_calls() -> dict[tuple[str, int], str]:
-    """What this process called last in each process group, by its name and the call's number: from the recorder."""
+def last_calls() -> tuple[dict[tuple[str, int], str], set[str]]:
+    """What this process called last in each process group, by its name and the call's number: from the recorder.
+
+    And the names of those in which it sent or received a message too. Gloo numbers these with its collectives, but does
+    not record them: a number that lacks was one.
+    """
     dump = getattr(dist.distributed_c10d.__dict__["torch"]._C._distributed_c10d, "_dump_fr_trace_json", None)
+    numbers = {name: count for (name, _), count in numbers_of_calls("gloo").items()}  # before what is recorded of them
     entries = json.loads(dump(True, False)).get("entries", []) if dump is not None else []
-    newest = {entry["process_group"][0]: entry for entry in entries if not entry.get("is_p2p")}
-    return {(name, entry["collective_seq_id"]): _called(entry) for name, entry in newest.items()}
+    of_all = bool(entries) and entries[0]["record_id"] == 0
+    newest: dict[str, dict[str, Any]] = {}
+    messages = set[str]()
+    for entry in (entry for entry in entries if not entry.get("is_p2p")):
+        name, number = entry["process_group"][0], entry["collective_seq_id"]
+        before = newest[name]["collective_seq_id"] if name in newest else 0 if of_all else number - 1
+        if number <= before:  # of a later group of that name
+            messages.discard(name)
+            before = 0
+        newest[name] = entry
+        messages.update([name] * (number > before + 1))
+    last = {name: entry["collective_seq_id"] for name, entry in newest.items()}
+    messages |= {name for name, number in numbers.items() if number > last.get(name, 0 if of_all else number)}
+    return {(name, last[name]): _called(entry) for name, entry in newest.items()}, messages & numbers.keys()
 
 
 def _called(entry: dict[str, Any]) -> str:
@@ -125,9 +143,10 @@ def has_store() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
 
 
-def timeout_of(group: Any) -> timedelta:
-    """For how long a collective of a group waits for other ranks."""
-    return group._get_backend(group._device_types[0]).options._timeout
+def longest_timeout() -> timedelta:
+    """For how long a collective waits for other ranks, in the process group that waits longest."""
+    groups = dist.distributed_c10d.__dict__["_world"].pg_map
+    return max(group._get_backend(group._device_types[0]).options._timeout for group in groups)
 
 
 # The key-value store through which the ranks of the default process group met.

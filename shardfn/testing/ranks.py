@@ -40,7 +40,7 @@ class RankError(AssertionError):
         self.errors: dict[int, BaseException] = dict(errors or {})
 
 
-def run(fn: Callable[..., T], *args: Any, ranks: int = 4, timeout: float = 240.0, **kwargs: Any) -> list[T]:
+def run(fn: Callable[..., T], *args: Any, ranks: int = 4, timeout: float = 240, **kwargs: Any) -> list[T]:
     """Call `fn(*args, **kwargs)` on every rank of a gloo process group and return the results in rank order.
 
     The ranks are processes of a session-wide pool with torch already imported: the first call takes seconds, later ones
@@ -84,7 +84,7 @@ def run_raises(
     *args: Any,
     match: str | None = None,
     ranks: int = 4,
-    timeout: float = 240.0,
+    timeout: float = 240,
     **kwargs: Any,
 ) -> list[str]:
     """Call `fn` as `run` does and require that every rank raises `exc_type`.
@@ -126,7 +126,9 @@ def run_raises(
     return [answer.message for answer in answers if isinstance(answer, Failure)]
 
 
-def on_meshes(*meshes: Mapping[str, int], timeout: float = 240.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def on_meshes(
+    *meshes: Mapping[str, int], timeout: float = 240
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Decorate a pytest test so that it runs once per mesh, on all ranks of that mesh at the same time.
 
     The test's first parameter receives the `DeviceMesh` (on CPU), the others come from `pytest.mark.parametrize`,

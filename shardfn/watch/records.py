@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -61,6 +61,7 @@ class Record:
     awaits: bool = False  # it waits to hear whether all end, see `stops`
     terminated: bool = False  # it got a signal to end
     steps: int = 0  # how many calls it has made after which it may, see `stops`
+    timeout: float = float("inf")  # seconds, after which it gives up to wait
     answer: int = 0  # of those after which all may
 
     def dumps(self) -> bytes:
@@ -103,10 +104,12 @@ def state_of(record: Record) -> str:
         return "gone" if Path("/proc/self").exists() else "unknown"
 
 
-def counts_of(lines: Mapping[str, Line]) -> dict[str, int]:
-    """How many collectives this process has begun, and things that are in its journals."""
+def counts_of(lines: Mapping[str, Line], without: Container[str]) -> dict[str, int]:
+    """How many collectives this process has begun, `without` some groups, and things that are in its journals."""
     counts = {key: line.count for key, line in lines.items()}
     for (name, ranks), count in _torch.numbers_of_calls().items():
+        if name in without:
+            continue
         counts[f"group {name} {ranks[0]} {crc32(repr(ranks).encode())}"] = count + CALLS[name]
     return counts
 

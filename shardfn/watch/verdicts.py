@@ -51,7 +51,7 @@ def stuck(records: Records) -> set[int]:
 
 
 def verdict(
-    records: Records, stands: Mapping[int, int], states: Mapping[int, str], waited: Mapping[int, float], timeout: float
+    records: Records, stands: Mapping[int, int], states: Mapping[int, str], waited: Mapping[int, float]
 ) -> str | Question | None:
     """Why the run is over, if it is: the same message for all ranks, or what has to be known for it.
 
@@ -60,7 +60,6 @@ def verdict(
         stands: for how many looks each has not moved.
         states: how their processes are, see `records.state_of`.
         waited: seconds for which each has waited in the collective that it is in.
-        timeout: seconds after which one that waits gives up.
     """
     if (apart := _difference(records)) is not None:
         question, few = apart
@@ -81,7 +80,7 @@ def verdict(
     if (crossed := _crossed({rank: record for rank, record in records.items() if stands[rank] >= 4})) is not None:
         return _told("differ", *(_went_on(records) or crossed), records)
     for rank in waiting:
-        if waited[rank] >= timeout:
+        if waited[rank] >= (timeout := records[rank].timeout):
             late = {r for r, x in records.items() if x.ended is None and behind(x, records[rank])} or {rank}
             names = ", ".join(records[r].name for r in sorted(late))
             return _told("late", f"{names} did not come within {timeout:g} s", late, records)

@@ -65,8 +65,7 @@ class Watcher:
         self.record = Record(dist.get_rank(), "", records.this_host(), os.getpid())
         self.journals: dict[DeviceMesh, Journal] = {}
         self._owners = self._eras = 0  # for whom it ends a run; how many there ever were
-        groups = mesh.get_group(0), dist.group.WORLD
-        self.timeout = _MARGIN * max(_torch.timeout_of(group) for group in groups).total_seconds()
+        self._with_messages = set[str]()  # groups, whose calls are not alike on all ranks
         self.verdict: str | None = None
         self._inside = 0  # calls
         self._since_broken = 0  # calls
@@ -190,6 +189,8 @@ class Watcher:
 
     def _is_missed(self) -> bool:
         """Whether somebody may wait for this rank."""
+        with suppress(RuntimeError, dist.DistError):
+            self._read()
         return any(record.ended is None for rank, record in self._known.items() if rank != self.record.rank)
 
     def _look(self) -> bool:
@@ -197,6 +198,8 @@ class Watcher:
         try:
             self._tell()
             self._hear()
+        except dist.DistStoreError:  # it takes its time
+            pass
         except (RuntimeError, dist.DistError):
             self._without_store = self.verdict is None
         return not self._without_store
@@ -206,7 +209,7 @@ class Watcher:
         me = self.record
         journals = [*self.journals.values()]  # to which another thread may add
         lines = {key: line for journal in journals for key, line in journal.lines.items()}
-        before, me.counts = me.counts, records.counts_of(lines)
+        before, me.counts = me.counts, records.counts_of(lines, self._with_messages)
         me.marks = {key: line.marks() for key, line in lines.items()}
         me.waits, me.at, me.failed, me.calls = None, [], None, {}
         # A frame that is looked at keeps alive what it has, longer than on other ranks: only where nothing moves.
@@ -214,7 +217,11 @@ class Watcher:
             me.waits, me.at = records.look_at(self._trains)
             me.failed = (None if self._inside or self._since_broken else me.broke) or records.broken_off(self._trains)
             if me.waits is not None:
-                me.calls = {f"{name} {number}": what for (name, number), what in _torch.last_calls().items()}
+                calls, messages = _torch.last_calls()
+                self._with_messages |= messages
+                me.calls = {f"{name} {number}": x for (name, number), x in calls.items() if name not in messages}
+                me.counts = records.counts_of(lines, self._with_messages)
+                me.timeout = _MARGIN * _torch.longest_timeout().total_seconds()
         if self._store.check(["question"]) and not me.entries:
             key, ranks = json.loads(self._store.get("question"))
             me.entries = {key: list(lines[key].recent)} if me.rank in ranks and key in lines else {}
@@ -283,7 +290,7 @@ class Watcher:
         now = monotonic()
         waited = {rank: now - self._since.get(rank, now) for rank in self._known}
         states = {rank: self._state_of(rank) for rank in self._known}
-        return verdicts.verdict(self._known, self._stands, states, waited, self.timeout)
+        return verdicts.verdict(self._known, self._stands, states, waited)
 
     def _state_of(self, rank: int) -> str:
         gone, stopped, elsewhere = _QUIET

@@ -11,7 +11,7 @@ from shardfn.watch.verdicts import Question, Records, behind, report, stuck, ver
 
 
 def _record(rank: int, counts: Mapping[str, int] | None = None, **values: Any) -> Record:
-    return Record(rank, f"fsdp={rank}", "host", 100 + rank, counts=dict(counts or {}), **values)
+    return Record(rank, f"fsdp={rank}", "host", 100 + rank, counts=dict(counts or {}), **{"timeout": 60.0} | values)
 
 
 def _ranks(*records: Record) -> Records:
@@ -20,7 +20,7 @@ def _ranks(*records: Record) -> Records:
 
 def _verdict(records: Records, stands: int = 9, waited: float = 0, **states: str) -> Any:
     of_ranks = {rank: states.get(f"r{rank}", "runs") for rank in records}
-    return verdict(records, dict.fromkeys(records, stands), of_ranks, dict.fromkeys(records, waited), timeout=60)
+    return verdict(records, dict.fromkeys(records, stands), of_ranks, dict.fromkeys(records, waited))
 
 
 def test_behind() -> None:

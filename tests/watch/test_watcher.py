@@ -2,16 +2,20 @@
 
 import gc
 import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from drawing import untyped
+from launched import Launched
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
+from shardfn._torch import last_calls, longest_timeout
 from shardfn.comm.journal import JOURNALS, journal_of, keep_journal
 from shardfn.testing import on_meshes, run, run_raises
 from shardfn.watch.stops import TERMINATED
@@ -220,3 +224,82 @@ def test_or_goes_on() -> None:
 def test_what_to_do_is_checked() -> None:
     with pytest.raises(ValueError, match="nonfinite='ignore'"):
         sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1), nonfinite=untyped("ignore"))
+
+
+def _the_store_takes_its_time() -> None:
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    with sf.collectives.watch(mesh):
+        record = untyped(journal_of(mesh)).watcher.record
+
+        def late() -> bytes:
+            del record.dumps
+            raise dist.DistStoreError("wait timeout after 5000ms")
+
+        record.dumps = late
+        time.sleep(2)
+        assert "dumps" not in vars(record)
+        if dist.get_rank() == 1:
+            raise ValueError("no more samples")
+        for _ in range(1000):
+            sf.collectives.psum(torch.ones(2), mesh, "fsdp")
+
+
+def test_a_store_that_takes_its_time_is_asked_again() -> None:
+    text = str(run_raises(Exception, _the_store_takes_its_time, ranks=2))
+    assert "the run is over: rank 1 (fsdp=1) left run the loop by ValueError: no more samples" in text
+
+
+_MESSAGES = """
+import time, torch, torch.distributed as dist, shardfn as sf
+mesh, x = sf.make_mesh("cpu", fsdp=3), torch.ones(2)
+rank, some = dist.get_rank(), dist.new_group([1, 2])
+with sf.collectives.watch(mesh):
+    if rank < 2:
+        dist.send(x, rank + 1)
+    if rank > 0:
+        dist.recv(x, rank - 1)
+    for _ in range(5 * (rank > 0)):
+        dist.send(x, 2) if rank == 1 else dist.recv(x, 1)
+    if rank > 0:
+        time.sleep(4 * (rank == 1))
+        dist.recv(x, 1) if rank == 2 else dist.send(x, 2)
+        time.sleep(4 * (rank == 1))
+        dist.all_reduce(x, group=some)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_may_send_as_many_messages_as_they_like(tmp_path: Path) -> None:
+    """And the first may end, while the last waits for another one: gloo numbers messages with collectives."""
+    script = tmp_path / "messages.py"
+    script.write_text(_MESSAGES)
+    code, output = Launched("--nproc-per-node", "3", str(script)).end()
+    assert code == 0, output
+
+
+def _groups_with_messages() -> list[bool]:
+    found = []
+    for messages in (0, 1):
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        dist.barrier()
+        if messages:
+            dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, 0)
+        found.append(bool(last_calls()[1]))
+        dist.all_reduce(x)
+        found.append(bool(last_calls()[1]))
+    return found
+
+
+def test_groups_in_which_messages_were_sent() -> None:
+    assert run(_groups_with_messages, ranks=2) == [[False, False, True, True]] * 2
+
+
+def _a_group_that_waits_longer() -> None:
+    before = longest_timeout()
+    dist.new_group([0, 1], timeout=before + timedelta(hours=1))
+    assert longest_timeout() == before + timedelta(hours=1)
+
+
+def test_a_rank_waits_as_long_as_any_of_its_groups() -> None:
+    run(_a_group_that_waits_longer, ranks=2)
