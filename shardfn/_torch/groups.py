@@ -85,7 +85,7 @@ _UNEVEN = ("scatter", "all_to_all", "alltoall")  # calls whose sizes may differ 
 
 
 def numbers_of_calls(only: str = "") -> dict[tuple[str, tuple[int, ...]], int]:
-    """How many collectives this process has begun, by name and ranks of each process group, `only` those of a backend."""
+    """How many collectives this process has begun, by name and ranks of each process group; `only` of one backend."""
     registry, counts = dist.distributed_c10d.__dict__["_world"], dict[tuple[str, tuple[int, ...]], int]()
     for group, ranks in list(registry.pg_group_ranks.items()):
         with suppress(RuntimeError, AttributeError):  # the backend does not count; another process's group is no group

@@ -126,9 +126,7 @@ def run_raises(
     return [answer.message for answer in answers if isinstance(answer, Failure)]
 
 
-def on_meshes(
-    *meshes: Mapping[str, int], timeout: float = 240
-) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def on_meshes(*meshes: Mapping[str, int], timeout: float = 240) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Decorate a pytest test so that it runs once per mesh, on all ranks of that mesh at the same time.
 
     The test's first parameter receives the `DeviceMesh` (on CPU), the others come from `pytest.mark.parametrize`,

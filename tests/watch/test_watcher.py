@@ -252,17 +252,14 @@ def test_a_store_that_takes_its_time_is_asked_again() -> None:
 _MESSAGES = """
 import time, torch, torch.distributed as dist, shardfn as sf
 mesh, x = sf.make_mesh("cpu", fsdp=3), torch.ones(2)
-rank, some = dist.get_rank(), dist.new_group([1, 2])
+rank, some = dist.get_rank(), dist.new_group([0, 1])
 with sf.collectives.watch(mesh):
+    if rank > 0:
+        dist.send(x, rank - 1)
     if rank < 2:
-        dist.send(x, rank + 1)
-    if rank > 0:
-        dist.recv(x, rank - 1)
-    for _ in range(5 * (rank > 0)):
-        dist.send(x, 2) if rank == 1 else dist.recv(x, 1)
-    if rank > 0:
+        dist.recv(x, rank + 1)
         time.sleep(4 * (rank == 1))
-        dist.recv(x, 1) if rank == 2 else dist.send(x, 2)
+        dist.recv(x, 1) if rank == 0 else dist.send(x, 0)
         time.sleep(4 * (rank == 1))
         dist.all_reduce(x, group=some)
 """
