@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn import _torch
 from shardfn._torch import is_of_peers
-from shardfn.comm import Journal, exchange_numbers, journal_of, keep_journal
+from shardfn.comm import Journal, Line, exchange_numbers, journal_of, keep_journal
 from shardfn.layout import axes_of
 from shardfn.notation import ShardError
 from shardfn.watch import records, verdicts
@@ -66,6 +66,7 @@ class Watcher:
         self.journals: dict[DeviceMesh, Journal] = {}
         self._owners = self._eras = 0  # for whom it ends a run; how many there ever were
         self._with_messages = set[str]()  # groups, whose calls are not alike on all ranks
+        self._calls = dict[str, int](), dict[str, str]()  # what was read of them last, and where that was
         self.verdict: str | None = None
         self._inside = 0  # calls
         self._since_broken = 0  # calls
@@ -217,10 +218,7 @@ class Watcher:
             me.waits, me.at = records.look_at(self._trains)
             me.failed = (None if self._inside or self._since_broken else me.broke) or records.broken_off(self._trains)
             if me.waits is not None:
-                calls, messages = _torch.last_calls()
-                self._with_messages |= messages
-                me.calls = {f"{name} {number}": x for (name, number), x in calls.items() if name not in messages}
-                me.counts = records.counts_of(lines, self._with_messages)
+                me.calls = self._calls_before(lines)
                 me.timeout = _MARGIN * _torch.longest_timeout().total_seconds()
         if self._store.check(["question"]) and not me.entries:
             key, ranks = json.loads(self._store.get("question"))
@@ -229,6 +227,17 @@ class Watcher:
         me.terminated, me.steps, me.answer = TERMINATED.came, self.appointment.calls, self.appointment.answered
         me.tick += 1
         self._store.set(str(me.rank), me.dumps())
+
+    def _calls_before(self, lines: Mapping[str, Line]) -> dict[str, str]:
+        """What was called last in each group, but in those with messages: read once, as long as this rank stands."""
+        stood, known = self._calls
+        if stood != self.record.counts:
+            calls, messages = _torch.last_calls()
+            known = {f"{name} {number}": what for (name, number), what in calls.items() if name not in messages}
+            self._with_messages |= messages
+            self.record.counts = records.counts_of(lines, self._with_messages)
+            self._calls = self.record.counts, known
+        return known
 
     def _hear(self) -> None:
         """Decide, if that is this rank's, and read what was decided."""
