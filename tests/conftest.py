@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Few examples of each property every day."""
     few = 300 if "property" in (config.option.markexpr or "") else 50
-    settings.register_profile("tier", max_examples=config.getoption("examples") or few)
+    settings.register_profile("tier", max_examples=config.getoption("examples") or few, deadline=None)
     settings.load_profile("tier")
 
 

@@ -24,7 +24,7 @@ from shardfn._torch.checkpoint_files import checkpoint_metadata, read_checkpoint
 from shardfn._torch.groups import COMPILES_EXCHANGES, HashStore, all_gather_single, all_to_all_single, close_connections
 from shardfn._torch.groups import apart_from, default_store, exchanging, gather_bytes, gathering, group_named, group_of
 from shardfn._torch.groups import close_all_connections, has_store, is_of_peers, last_calls
-from shardfn._torch.groups import longest_timeout, numbers_of_calls, other_client
+from shardfn._torch.groups import longest_timeout, numbers_of_calls, other_client, share_device_of_gloo
 from shardfn._torch.threads import error_handled_by, frames_of_threads, interrupt
 from shardfn._torch.groups import reduce_scatter_single, scattering_sum, summing, waited
 from shardfn._torch.memory import address_of, base_of, chunk_cat, copy_each, foreach, fused, holds_data

@@ -167,6 +167,22 @@ def close_connections(group: dist.ProcessGroup, rank: int, device: torch.device)
                 group.recv([torch.empty(1)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
 
 
+def share_device_of_gloo() -> None:
+    """Every gloo group that this process makes from now on has the same device.
+
+    Each device has a thread that wakes more than a hundred times a second, and a process of tests makes many groups.
+    """
+    gloo: Any = dist.__dict__["ProcessGroupGloo"]
+    makes, device = gloo.__init__, gloo.create_default_device()
+
+    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = gloo._Options()
+        options._timeout, options._devices = timeout, [device]
+        makes(self, store, rank, size, options)
+
+    gloo.__init__ = init
+
+
 def apart_from(world: dist.ProcessGroup, name: str) -> Any:
     """A gloo group of the same ranks, under a name that they share, which `destroy_process_group` leaves alone.
 

@@ -47,7 +47,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from shardfn._torch import LAZY_MODULES, is_of_peers
+from shardfn._torch import LAZY_MODULES, is_of_peers, share_device_of_gloo
 from shardfn.layout import make_mesh
 
 # Imported once, before the ranks are forked. This package too, where the fork server finds the caller's copy of it.
@@ -215,6 +215,7 @@ def _serve(conn: multiprocessing.connection.Connection, rank: int, ranks: int, d
     torch.set_num_threads(1)
     _this_rank.append(rank)
     try:
+        share_device_of_gloo()
         met = f"file://{directory}/store"
         dist.init_process_group("gloo", init_method=met, rank=rank, world_size=ranks, timeout=_GROUP_TIMEOUT)
         conn.send(_Result(b"", reusable=True))

@@ -5,14 +5,20 @@ the same.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+from drawing import untyped
 from launch import run_script
 from torch import Tensor
 from torch.distributed.checkpoint import format_utils
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.utils import _pytree as pytree
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "ecosystem"
@@ -56,3 +62,23 @@ def test_a_recipe_finds_what_it_does_with_torchs_class(script: str, fsdp: int, t
                 torch.testing.assert_close(
                     found[checkpoint][path], leaf, rtol=1e-5, atol=1e-6, msg=lambda m, where=where: f"{where}: {m}"
                 )
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_accelerate_reads_the_file_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    page = (SCRIPTS.parents[1] / "docs" / "howto" / "ecosystem.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    if version == 1:
+        text = text.replace("fsdp_version: 2", "fsdp_version: 1").replace("forward: true", "forward: FULL_SHARD")
+    (tmp_path / "fsdp.yaml").write_text(text)
+    script = ["-m", "shardfn.compat", "train.py"]
+    arguments = launch_command_parser().parse_args(["--config_file", str(tmp_path / "fsdp.yaml"), *script])
+    arguments, *_ = untyped(_validate_launch_command)(arguments)
+    assert (arguments.module, arguments.training_script) == (True, script[1])
+    for name, value in prepare_multi_gpu_env(arguments).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FSDP_SYNC_MODULE_STATES", "false")  # which the first version wants a GPU for
+    plugin = FullyShardedDataParallelPlugin()
+    assert (plugin.fsdp_version, plugin.transformer_cls_names_to_wrap) == (version, ["LlamaDecoderLayer"])
+    assert plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    assert plugin.sharding_strategy == (ShardingStrategy.FULL_SHARD if version == 1 else None)

@@ -24,4 +24,4 @@ def test_every_day() -> None:
 
 @pytest.mark.slow
 def test_more() -> None:
-    assert _kill("80", "--seed", "1") == {"ended": 80}
+    assert _kill("50", "--seed", "1") == {"ended": 50}
