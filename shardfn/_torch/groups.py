@@ -168,10 +168,7 @@ def close_connections(group: dist.ProcessGroup, rank: int, device: torch.device)
 
 
 def share_device_of_gloo() -> None:
-    """Every gloo group that this process makes from now on has the same device.
-
-    Each device has a thread that wakes more than a hundred times a second, and a process of tests makes many groups.
-    """
+    """Every gloo group that this process makes from now on has the same device."""
     gloo: Any = dist.__dict__["ProcessGroupGloo"]
     makes, device = gloo.__init__, gloo.create_default_device()
 

@@ -12,6 +12,9 @@ graphs. A process that leaves its group and joins another one finds entries of t
 2.13, `w.sum().full_tensor()` on a mesh like an earlier one raises "Could not resolve the process group registered under
 the name 5". So a team has one group size, keeps its group between calls, and is replaced by newly forked processes
 after a failure: 0.05 s for four ranks, since they are forked with this package imported (0.7 s where each imports it).
+
+The groups of a process share one device of gloo. A device has a thread that wakes more than a hundred times a second;
+370 of them, after some hundred tests, took 29% of the time of two cores.
 """
 
 from __future__ import annotations

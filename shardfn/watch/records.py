@@ -54,6 +54,7 @@ class Record:
     calls: dict[str, str] = field(default_factory=dict)  # of what torch recorded, while it waits, by group and number
     waits: str | None = None  # the collective in which its thread stands
     at: list[str] = field(default_factory=list)  # its stack, innermost first
+    timeout: float = float("inf")  # seconds, after which it waits no longer
     broke: str | None = None  # what it left by an error, and has not done since
     failed: str | None = None  # the same, or an error that it handles, as long as it does nothing else
     ended: str | None = None  # how the process did
@@ -61,7 +62,6 @@ class Record:
     awaits: bool = False  # it waits to hear whether all end, see `stops`
     terminated: bool = False  # it got a signal to end
     steps: int = 0  # how many calls it has made after which it may, see `stops`
-    timeout: float = float("inf")  # seconds, after which it gives up to wait
     answer: int = 0  # of those after which all may
 
     def dumps(self) -> bytes:

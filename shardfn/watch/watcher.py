@@ -233,6 +233,8 @@ class Watcher:
         stood, known = self._calls
         if stood != self.record.counts:
             calls, messages = _torch.last_calls()
+            if records.counts_of(lines, self._with_messages) != self.record.counts:
+                return {}  # it has gone on meanwhile
             known = {f"{name} {number}": what for (name, number), what in calls.items() if name not in messages}
             self._with_messages |= messages
             self.record.counts = records.counts_of(lines, self._with_messages)
