@@ -30,7 +30,7 @@ from shardfn.testing import run
 pytestmark = pytest.mark.ranks  # blocks start what they like
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LANGUAGES = {"python", "bash", "text", "toml", "mermaid"}
+LANGUAGES = {"python", "bash", "text", "toml", "yaml", "mermaid"}
 FENCE = re.compile(r"^(?P<indent>\s*)(?P<ticks>`{3,}|~{3,})\s*(?P<info>.*?)\s*$")
 RANKS = re.compile(r"^\s*<!--\s*ranks:\s*(\d+)\s*-->\s*$")
 

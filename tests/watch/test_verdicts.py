@@ -11,7 +11,7 @@ from shardfn.watch.verdicts import Question, Records, behind, report, stuck, ver
 
 
 def _record(rank: int, counts: Mapping[str, int] | None = None, **values: Any) -> Record:
-    return Record(rank, f"fsdp={rank}", "host", 100 + rank, counts=dict(counts or {}), **{"timeout": 60.0} | values)
+    return Record(rank, f"fsdp={rank}", "host", 100 + rank, counts=dict(counts or {}), timeout=60, **values)
 
 
 def _ranks(*records: Record) -> Records:
