@@ -84,40 +84,40 @@ _groups_made: dict[tuple[int, ...], int] = {}  # ranks -> how often this process
 _UNEVEN = ("scatter", "all_to_all", "alltoall")  # calls whose sizes may differ from rank to rank
 
 
-def numbers_of_calls(only: str = "") -> dict[tuple[str, tuple[int, ...]], int]:
-    """How many collectives this process has begun, by name and ranks of each process group; `only` of one backend."""
+def numbers_of_calls() -> dict[tuple[str, tuple[int, ...]], int]:
+    """How many collectives this process has begun, by the name and the ranks of each process group.
+
+    Gloo counts the messages of a group too, which `last_calls` tells apart.
+    """
     registry, counts = dist.distributed_c10d.__dict__["_world"], dict[tuple[str, tuple[int, ...]], int]()
     for group, ranks in list(registry.pg_group_ranks.items()):
         with suppress(RuntimeError, AttributeError):  # the backend does not count; another process's group is no group
             backends = {id(one): one for one in map(group._get_backend, group._device_types)}.values()
-            if not only or {one.name() for one in backends} == {only}:
-                counts[group.group_name, tuple(ranks)] = sum(one._get_sequence_number_for_group() for one in backends)
+            counts[group.group_name, tuple(ranks)] = sum(one._get_sequence_number_for_group() for one in backends)
     return counts
 
 
-def last_calls() -> tuple[dict[tuple[str, int], str], set[str]]:
-    """What this process called last in each process group, by its name and the call's number: from the recorder.
+def last_calls() -> tuple[dict[tuple[str, int], str], dict[str, int]]:
+    """What this process called last in each process group, by its name and the number of the collective.
 
-    And the names of those in which it sent or received a message too. Gloo numbers these with its collectives, but does
-    not record them: a number that lacks was one. Reading all that is recorded takes tens of milliseconds.
+    And how many of the numbers of a gloo group were messages: torch records collectives only. Reading all that is
+    recorded takes tens of milliseconds.
     """
     dump = getattr(dist.distributed_c10d.__dict__["torch"]._C._distributed_c10d, "_dump_fr_trace", None)
-    numbers = {name: count for (name, _), count in numbers_of_calls("gloo").items()}  # before what is recorded of them
     entries = pickle.loads(dump(True, False, False)).get("entries", []) if dump is not None else []
-    of_all = bool(entries) and entries[0]["record_id"] == 0
-    newest: dict[str, dict[str, Any]] = {}
-    messages = set[str]()
-    for entry in (entry for entry in entries if not entry.get("is_p2p")):
-        name, number = entry["process_group"][0], entry["collective_seq_id"]
-        before = newest[name]["collective_seq_id"] if name in newest else 0 if of_all else number - 1
-        if number <= before:  # of a later group of that name
-            messages.discard(name)
-            before = 0
-        newest[name] = entry
-        messages.update([name] * (number > before + 1))
+    numbers = {name: number for (name, _), number in numbers_of_calls().items()}
+    newest = {x["process_group"][0]: x for x in entries if not x.get("is_p2p") and x["process_group"][0] in numbers}
     last = {name: entry["collective_seq_id"] for name, entry in newest.items()}
-    messages |= {name for name, number in numbers.items() if number > last.get(name, 0 if of_all else number)}
-    return {(name, last[name]): _called(entry) for name, entry in newest.items()}, messages & numbers.keys()
+    if newest and entries[0]["record_id"] == 0:  # nothing was forgotten: the others have had no collectives
+        last = dict.fromkeys(numbers, 0) | last
+    messages = {name: numbers[name] - last[name] for name in _groups_on_gloo() & last.keys()}
+    return {(name, last[name]): _called(entry) for name, entry in newest.items()}, messages
+
+
+def _groups_on_gloo() -> set[str]:
+    """Process groups that use gloo for every device."""
+    configs = {x.group_name: dist.get_backend_config(x) for x in list(dist.distributed_c10d.__dict__["_world"].pg_map)}
+    return {name for name, config in configs.items() if config.count(":gloo") == config.count(":")}
 
 
 def _called(entry: dict[str, Any]) -> str:
@@ -145,8 +145,11 @@ def has_store() -> bool:
 
 def longest_timeout() -> timedelta:
     """For how long a collective waits for other ranks, in the process group that waits longest."""
-    groups = dist.distributed_c10d.__dict__["_world"].pg_map
-    return max(group._get_backend(group._device_types[0]).options._timeout for group in groups)
+    timeouts = [timedelta()]
+    for group in list(dist.distributed_c10d.__dict__["_world"].pg_map):
+        with suppress(RuntimeError, AttributeError):  # some backends have none
+            timeouts.append(group._get_backend(group._device_types[0]).options._timeout)
+    return max(timeouts) or timedelta.max
 
 
 # The key-value store through which the ranks of the default process group met.

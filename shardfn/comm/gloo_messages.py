@@ -22,7 +22,7 @@ from shardfn._torch import group_named, has_no_memory
 
 _LARGEST = 2**21  # bytes that a rank sends; gloo is as fast above
 _TAG = 2**30  # of messages; others of a group have small ones
-CALLS: Counter[str] = Counter()  # by group, as torch counts collectives
+CALLS: Counter[str] = Counter()  # by group
 
 
 def serves(x: Tensor, group: dist.ProcessGroup) -> bool:

@@ -412,7 +412,7 @@ class Trainer(nn.Module):
             ShardError: with `strict`, the names that do not fit; shapes that do not fit; on every rank. Ranks that give
                 other values.
 
-        Communication: two small exchanges over the mesh.
+        Communication: two small exchanges over the mesh; one gather for each `DTensor` of another layout.
         """
         with failing_together(self.mesh, "Trainer.load_state_dict"):
             state_dict, found = self._checked(state_dict, strict, assign)
@@ -500,7 +500,7 @@ class Trainer(nn.Module):
         Raises:
             ShardError: gradients that were added up under `no_sync()` and not reduced.
 
-        Communication: one scalar all-reduce.
+        Communication: one all-reduce of a scalar for each mesh axis.
         """
         grads = self.params.like((name, leaf.grad) for name, leaf in self.params.items() if leaf.grad is not None)
         for name, grad in grads.items():

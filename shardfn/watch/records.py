@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import traceback
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -46,7 +46,8 @@ class Record:
     host: str
     process: int
     tick: int = 0
-    counts: dict[str, int] = field(default_factory=dict)  # of what it has begun, by who does the same
+    moves: int = 0  # all that it has begun
+    counts: dict[str, int] = field(default_factory=dict)  # of that, by who does the same
     marks: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # of its journals: numbers and hashes
     entries: dict[str, list[Entry]] = field(default_factory=dict)  # of the line for which it was asked
     doing: str = ""  # a call of a trainer, in which it is
@@ -81,7 +82,7 @@ class Record:
     @property
     def progress(self) -> Any:
         """What changes as long as it goes on."""
-        return self.counts, self.waits, self.at, self.failed, self.ended
+        return self.moves, self.waits, self.at, self.failed, self.ended
 
 
 @cache
@@ -104,13 +105,15 @@ def state_of(record: Record) -> str:
         return "gone" if Path("/proc/self").exists() else "unknown"
 
 
-def counts_of(lines: Mapping[str, Line], without: Container[str]) -> dict[str, int]:
-    """How many collectives this process has begun, `without` some groups, and things that are in its journals."""
+def counts_of(lines: Mapping[str, Line], messages: Mapping[str, int]) -> dict[str, int]:
+    """How many collectives this process has begun, and things that are in its journals.
+
+    `messages`: how many calls of a group were none.
+    """
     counts = {key: line.count for key, line in lines.items()}
     for (name, ranks), count in _torch.numbers_of_calls().items():
-        if name in without:
-            continue
-        counts[f"group {name} {ranks[0]} {crc32(repr(ranks).encode())}"] = count + CALLS[name]
+        key = f"group {name} {ranks[0]} {crc32(repr(ranks).encode())}"
+        counts |= {key: count - messages.get(name, 0), f"{key} ours": CALLS[name]}
     return counts
 
 

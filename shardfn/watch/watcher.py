@@ -43,6 +43,7 @@ _SUCCESSION = 6  # looks at the same sign of life of the one who decides, until 
 # Looks without a sign of life of a rank, until its process is looked for, until one that is stopped is given up, and
 # until one on another host is.
 _QUIET = 2, 10, 120
+_LONG = 20  # looks at which a rank has not moved, until its calls are read though it does not wait
 _PATIENCE = 6.0  # seconds that an error of a communication waits for the verdict
 _NOTICE = 2.0  # seconds after a verdict until a rank is interrupted, and from then until it is ended
 _REMEMBERED = 100  # calls after one that was left by an error, until that is forgotten
@@ -65,12 +66,13 @@ class Watcher:
         self.record = Record(dist.get_rank(), "", records.this_host(), os.getpid())
         self.journals: dict[DeviceMesh, Journal] = {}
         self._owners = self._eras = 0  # for whom it ends a run; how many there ever were
-        self._with_messages = set[str]()  # groups, whose calls are not alike on all ranks
-        self._calls = dict[str, int](), dict[str, str]()  # what was read of them last, and where that was
+        self._still = 0  # looks at which it had not moved
+        self._messages = dict[str, int]()  # how many calls of a group were messages, which are not alike on all ranks
+        self._calls = -1, dict[str, str]()  # where it was when its last calls were read, and these
         self.verdict: str | None = None
         self._inside = 0  # calls
         self._since_broken = 0  # calls
-        self._without_store = False
+        self._without_store = self._late = False  # the store has gone, or has not answered in time
         self._known: dict[int, Record] = {}
         self._stands: dict[int, int] = {}  # rank -> for how many looks it has not moved
         self._silent: dict[int, int] = {}  # rank -> for how many looks it has not said anything
@@ -184,14 +186,12 @@ class Watcher:
                 return
         self.record.ended = self.record.ended or "normally"
         looks = 1 + _FAREWELL * (self.record.ended != "normally")
-        while self._look() and self.verdict is None and looks > 1 and self._is_missed():
+        while self._look() and self.verdict is None and (self._late or (looks > 1 and self._is_missed())):
             looks -= 1
             sleep(_INTERVAL / 2)
 
     def _is_missed(self) -> bool:
         """Whether somebody may wait for this rank."""
-        with suppress(RuntimeError, dist.DistError):
-            self._read()
         return any(record.ended is None for rank, record in self._known.items() if rank != self.record.rank)
 
     def _look(self) -> bool:
@@ -199,8 +199,9 @@ class Watcher:
         try:
             self._tell()
             self._hear()
+            self._late = False
         except dist.DistStoreError:  # it takes its time
-            pass
+            self._late = True
         except (RuntimeError, dist.DistError):
             self._without_store = self.verdict is None
         return not self._without_store
@@ -210,16 +211,20 @@ class Watcher:
         me = self.record
         journals = [*self.journals.values()]  # to which another thread may add
         lines = {key: line for journal in journals for key, line in journal.lines.items()}
-        before, me.counts = me.counts, records.counts_of(lines, self._with_messages)
+        moves, me.moves = me.moves, sum(records.counts_of(lines, {}).values())
+        self._still = self._still + 1 if moves == me.moves else 0
         me.marks = {key: line.marks() for key, line in lines.items()}
         me.waits, me.at, me.failed, me.calls = None, [], None, {}
         # A frame that is looked at keeps alive what it has, longer than on other ranks: only where nothing moves.
-        if before == me.counts and me.ended is None and not me.asks:
+        if self._still and me.ended is None and not me.asks:
             me.waits, me.at = records.look_at(self._trains)
             me.failed = (None if self._inside or self._since_broken else me.broke) or records.broken_off(self._trains)
-            if me.waits is not None:
-                me.calls = self._calls_before(lines)
-                me.timeout = _MARGIN * _torch.longest_timeout().total_seconds()
+        if me.waits is not None or me.ended is not None or self._still == _LONG:
+            known = self._read_calls(lines)
+            me.calls = known if me.waits is not None else {}
+            me.waits = me.waits if self._calls[0] == me.moves else None  # it has gone on
+        me.counts = records.counts_of(lines, self._messages)
+        me.timeout = _MARGIN * _torch.longest_timeout().total_seconds()
         if self._store.check(["question"]) and not me.entries:
             key, ranks = json.loads(self._store.get("question"))
             me.entries = {key: list(lines[key].recent)} if me.rank in ranks and key in lines else {}
@@ -228,18 +233,14 @@ class Watcher:
         me.tick += 1
         self._store.set(str(me.rank), me.dumps())
 
-    def _calls_before(self, lines: Mapping[str, Line]) -> dict[str, str]:
-        """What was called last in each group, but in those with messages: read once, as long as this rank stands."""
-        stood, known = self._calls
-        if stood != self.record.counts:
+    def _read_calls(self, lines: Mapping[str, Line]) -> dict[str, str]:
+        """What was called last in each group, and how many calls were messages: once, as long as this rank stands."""
+        if self._calls[0] != (here := self.record.moves):
             calls, messages = _torch.last_calls()
-            if records.counts_of(lines, self._with_messages) != self.record.counts:
-                return {}  # it has gone on meanwhile
-            known = {f"{name} {number}": what for (name, number), what in calls.items() if name not in messages}
-            self._with_messages |= messages
-            self.record.counts = records.counts_of(lines, self._with_messages)
-            self._calls = self.record.counts, known
-        return known
+            if sum(records.counts_of(lines, {}).values()) == here:  # else it has gone on meanwhile
+                self._messages |= messages
+                self._calls = here, {f"{name} {number}": what for (name, number), what in calls.items()}
+        return self._calls[1]
 
     def _hear(self) -> None:
         """Decide, if that is this rank's, and read what was decided."""
@@ -414,8 +415,8 @@ def watch(mesh: DeviceMesh) -> Iterator[None]:
     For loops of functions; a `Trainer` and the compatible classes do it by themselves. A thread of each rank tells the
     others twice a second where it is. When a rank has ended, has left the loop by an error, is in another collective
     than the others, computes with other inputs or random numbers than its neighbours along `tp`, or does not come
-    within 0.9 of the timeout of the mesh, all raise a `ShardError` that names it. A rank that computes, saves, or
-    waits for its data is no reason, however long the others wait for it.
+    within 0.9 of the longest timeout of its process groups, all raise a `ShardError` that names it. A rank that
+    computes, saves, or waits for its data is no reason, however long the others wait for it.
 
         >>> import torch, shardfn as sf
         >>> mesh = sf.make_mesh("cpu", fsdp=1)

@@ -274,22 +274,40 @@ def test_ranks_may_send_as_many_messages_as_they_like(tmp_path: Path) -> None:
     assert code == 0, output
 
 
-def _groups_with_messages() -> list[bool]:
-    found = []
-    for messages in (0, 1):
-        x = torch.ones(1)
+def _messages_of_groups() -> list[int]:
+    x, found = torch.ones(1), list[int]()
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    with sf.collectives.watch(mesh):
+        name = untyped(dist.group.WORLD).group_name
+        before = last_calls()[1].get(name, 0)
         dist.all_reduce(x)
-        dist.barrier()
-        if messages:
-            dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, 0)
-        found.append(bool(last_calls()[1]))
+        found.append(last_calls()[1][name] - before)
+        dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, 0)
+        found.append(last_calls()[1][name] - before)
+        sf.collectives.psum(x, mesh, "fsdp")  # a message to and from the other rank
+        found.append(last_calls()[1][name] - before)
         dist.all_reduce(x)
-        found.append(bool(last_calls()[1]))
+        found.append(last_calls()[1][name] - before)
     return found
 
 
-def test_groups_in_which_messages_were_sent() -> None:
-    assert run(_groups_with_messages, ranks=2) == [[False, False, True, True]] * 2
+def test_messages_of_groups_are_counted() -> None:
+    assert run(_messages_of_groups, ranks=2) == [[0, 1, 3, 3]] * 2
+
+
+def _one_waits_after_messages() -> None:
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    with sf.collectives.watch(mesh):
+        for _ in range(3):
+            sf.collectives.psum(torch.ones(1), mesh, "fsdp")
+        if dist.get_rank() == 0:
+            dist.barrier()
+        sf.collectives.psum(torch.ones(1), mesh, "fsdp")
+
+
+def test_calls_of_torch_are_compared_where_there_were_messages() -> None:
+    text = str(run_raises(Exception, _one_waits_after_messages, ranks=2, timeout=60))
+    assert "the run is over: ranks [0, 1] wait for one another in different collectives" in text
 
 
 def _a_group_that_waits_longer() -> None:
