@@ -157,11 +157,21 @@ function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_
 # Torch draws the parts of a DTensor from the generator of their device, each from where it is: on CPUs the parts of all
 # ranks would be alike. Checked with 2.11 and 2.13; `loss_parallel` of torch uses the same table.
 _HANDLERS: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
-_DRAWS = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default, torch.ops.aten.bernoulli_.float)
+_DRAWS = tuple(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for names, overloads in {
+        "uniform_ normal_ exponential_ cauchy_ log_normal_ geometric_ random_ rand_like randn_like": "default",
+        "bernoulli_": "float",
+        "random_": "from to",
+        "randint_like": "default low_dtype",
+    }.items()
+    for name in names.split()
+    for overload in overloads.split()
+)
 
 
 def draw_whole_values() -> None:
-    """From now on `uniform_` and the like of a DTensor on CPUs draw the whole tensor, of which each rank has its part.
+    """From now on `uniform_`, `randn_like` and others of a DTensor on CPUs draw it whole, and each rank takes its part.
 
     Ranks whose generators are at the same place then have the values of one process.
     """
@@ -173,6 +183,8 @@ def _draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if tensor._local_tensor.device.type == "cpu" and not any(placement.is_partial() for placement in tensor.placements):
         full = operation(torch.empty(tensor.shape, dtype=tensor.dtype), *how, **kwargs)
         part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        if not operation._schema.is_mutable:
+            return part
         tensor._local_tensor.copy_(part._local_tensor)
         return tensor
     handler = _HANDLERS.pop(operation)

@@ -54,7 +54,7 @@ class Sharded:
     scale: float = 1.0  # of gradients, beside the mean over ranks
     is_whole: bool = False  # whether whole parameters stand in the places of all shards, and compute
     version: int = 0  # counts changes of what a plan is made from: one that was made before is no good any more
-    has_run: bool = False  # as a root, since memory was made
+    has_run: bool = False  # since memory was made
 
     @classmethod
     def has_sharded(cls, module: nn.Module) -> bool:
@@ -234,8 +234,10 @@ def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
     if any(unit.scale != 1 for unit in units.values()):
         params.scale_of_gradients = lambda unit: units[unit].scale
     with call(record.mesh, f"call the model's {method}"):
-        if not record.has_run:
+        if not all(unit.has_run for unit in units.values()):
             _look_before_first_run(module, record)
+            for unit in units.values():
+                unit.has_run = True
         return held.run(module, params, method, args, kwargs)
 
 
@@ -285,7 +287,6 @@ def _look_before_first_run(module: nn.Module, record: Sharded) -> None:
         shards = ((name, x) for name, x in module.named_parameters() if isinstance(x, DTensor))
         facts = [f"values of '{name}' {initialize.sampled(unwrap_local(x))}" for name, x in shards]
         agree_on(record.mesh[record.data[0]], record.verb, facts, instead=". Write torch.manual_seed(0) on every rank")
-    record.has_run = True
 
 
 _OUTSIDE: list[GraphBreak] = []  # one, as soon as anything is sharded: it imports Dynamo, as a backward does

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import shardfn as sf
@@ -80,6 +80,7 @@ def _draws(sizes: tuple[int, ...], tp: bool) -> None:
     if not tp:  # which leaves the output split
         model(torch.ones(4, 6)).sum().backward()
     everywhere = init_device_mesh("cpu", (dist.get_world_size(),))
+    _draws_in_other_ways(everywhere)
     torch.manual_seed(4)
     alike = DTensor.from_local(torch.empty(3), everywhere, [Replicate()])
     alike.uniform_()
@@ -89,6 +90,28 @@ def _draws(sizes: tuple[int, ...], tp: bool) -> None:
         DTensor.from_local(torch.empty(3), everywhere, [Partial()]).uniform_()
     with pytest.raises(RuntimeError, match="in-place operations"):
         DTensor.from_local(torch.empty(3), everywhere, [Partial()]).uniform_()
+
+
+def _draws_in_other_ways(mesh: DeviceMesh) -> None:
+    """As torch has them for one tensor, in place and like another one."""
+    ways = (
+        torch.randn_like,
+        torch.rand_like,
+        lambda x: torch.randint_like(x, 9),
+        lambda x: torch.randint_like(x, 3, 9),
+    )
+    names = ("random_", "exponential_", "cauchy_", "log_normal_")
+    ways += tuple(lambda x, name=name: getattr(x.clone(), name)() for name in names)
+    ways += (lambda x: x.clone().geometric_(0.3), lambda x: x.clone().random_(5), lambda x: x.clone().random_(2, 9))
+    whole = torch.arange(5.0)
+    for way in ways:
+        torch.manual_seed(5)
+        expected = way(whole)
+        torch.manual_seed(5)
+        found = way(distribute_tensor(whole, mesh, [Shard(0)]))
+        assert isinstance(found, DTensor)
+        assert torch.equal(found.full_tensor(), expected)
+        assert found.placements == (Shard(0),)
 
 
 @pytest.mark.everyday(1)
@@ -113,6 +136,12 @@ def _left(kind: str) -> str:
     model(x).sum().backward()  # nothing is lost
     model.to_empty(device="cpu")
     with pytest.raises(sf.ShardError, match="nobody has filled"):  # again, of one that has run
+        model(x)
+    _fill(model)
+    model(x)
+    inner = model.get_submodule("inner")
+    inner.to_empty(device="cpu")
+    with pytest.raises(sf.ShardError, match=r"nobody has filled, the first is 'inner\.weight'"):  # of a part of it
         model(x)
     assert mesh.size() == 2
     return str(refused.value)
