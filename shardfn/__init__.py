@@ -11,6 +11,7 @@ Each folder is a room; its docstring says what lives there and in which order to
     params       shard, gather, reshard            inspect     check, typeof, visualize, simulate
     random       dropout masks                     stateful    Trainer; modules that hold their shards
     parallel     tensor parallelism of layers      compat      FSDP1, FSDP2, hfai, Megatron
+    watch        ranks that go apart are told      run         the launcher
     testing      ranks for tests, comparisons
 """
 
@@ -26,6 +27,8 @@ from shardfn.params import Params, gather, reduce_grads, reshard, shard
 from shardfn.stateful import Trainer
 from shardfn.trace import plan
 from shardfn.transforms import apply, grad, hvp, jit, jvp, shard_map, value_and_grad, vjp, vmap
+
+__version__ = "0.1.0"
 
 __all__ = ["MeshSpec", "Params", "Plan", "Policy", "Report", "ShardError", "Trainer", "apply", "check", "checkpoint"]
 __all__ += ["collectives", "cross_entropy", "data", "gather", "grad", "hvp", "jit", "jvp", "make_mesh", "optim", "plan"]

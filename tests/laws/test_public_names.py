@@ -6,6 +6,8 @@ A name that is meant to come is added there, with its page of docs; one that goe
 import importlib
 import pydoc
 import re
+import tomllib
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -61,3 +63,13 @@ def test_help_lists_what_a_module_has(name: str) -> None:
         if not is_module(vars(module)[other]):
             assert vars(module)[other].__doc__, f"{name}.{other} has no docstring"
             assert re.search(rf"^    (class )?{other}\b", text, re.MULTILINE), other
+
+
+def test_the_version_is_written_once() -> None:
+    package = importlib.import_module("shardfn")
+    assert metadata.version("shardfn") == package.__version__
+    assert "version" in tomllib.loads((PAGE.parents[2] / "pyproject.toml").read_text())["project"]["dynamic"]
+
+
+def test_types_are_there_for_checkers_of_users() -> None:
+    assert (PAGE.parents[2] / "shardfn" / "py.typed").exists()
