@@ -82,7 +82,7 @@ def test_three_deaths_leave_the_losses_as_they_were(tmp_path: Path, undisturbed:
     assert code == 0, output
     log = Log(tmp_path / "run")
     assert log.losses == undisturbed
-    assert log.longest_pause < 30
+    assert log.longest_pause < 150  # 25 s on a machine that does nothing else, of which torchrun needs most
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_one_of_two_hosts_dies(tmp_path: Path, undisturbed: list[float]) -> None
     assert log.ranks == [4, 2]
     assert len(log.losses) == STEPS
     assert max(abs(a - b) / b for a, b in zip(log.losses, undisturbed, strict=True)) <= 1e-12
-    assert log.longest_pause < 30
+    assert log.longest_pause < 150  # 25 s on a machine that does nothing else, of which torchrun needs most
 
 
 @pytest.mark.slow
@@ -150,5 +150,5 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     ranks = launched.ranks()
     assert len(ranks) == 2
     launched.process.kill()
-    until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), seconds=5)
+    until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), seconds=20)
     launched.end()

@@ -98,7 +98,7 @@ def test_other_steps_equal_the_eager_ones(mesh: DeviceMesh, fields: dict[str, An
     _same(mesh, "aot_eager" if "dropout" in fields else Counted(), 1e-6, layers=1, **fields)
 
 
-@on_meshes({"fsdp": 2, "tp": 1})
+@on_meshes({"fsdp": 2, "tp": 1}, timeout=800)
 def test_inductor(mesh: DeviceMesh) -> None:
     _same(mesh, "inductor", 1e-6, layers=1)
 
