@@ -427,6 +427,16 @@ def test_a_call_may_destroy_the_group() -> None:
     assert run(all_reduce, ranks=2) == [(0, 3.0), (1, 3.0)]
 
 
+def _threads_of_devices() -> int:
+    _groups = [dist.new_group([0, 1]) for _ in range(3)]
+    return sum(task.read_text() == "gloo_tcp_loop\n" for task in Path("/proc/self/task").glob("*/comm"))
+
+
+def test_groups_share_a_device() -> None:
+    """Whose thread wakes more than a hundred times a second."""
+    assert run(_threads_of_devices, ranks=2) == [1, 1]
+
+
 @pytest.mark.slow
 def test_process_groups_do_not_pile_up() -> None:
     files = [max(run(many_groups, ranks=2)) for _ in range(8)]
