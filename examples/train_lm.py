@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-from shardfn.testing import count_collectives
 
 # What each weight is split on: heads, hidden features and the vocabulary over tp, the residual width over fsdp.
 RULES = {
@@ -98,6 +97,7 @@ class Job:
     mesh: DeviceMesh
     corpus: text.Corpus
     trainer: sf.Trainer
+    bigram: float  # nats per byte of the table that the model has to beat
 
     @property
     def rank0(self) -> bool:
@@ -133,39 +133,31 @@ def train(job: Job) -> list[report.Record]:
     """Go on from the last checkpoint to `--steps`; return a record of every step since the very first one."""
     options, trainer = job.options, job.trainer
     batches = text.Batches(job.corpus.train, options.batch, options.length, options.seed)
-    records, start = resume(job), trainer.steps
-    moved = bytes_per_step(job, batches(start))
-    progress = report.Progress(options.steps, start, shown=job.rank0)
-    while trainer.steps < options.steps:
-        inputs, targets = job.local(batches(trainer.steps))
-        out = trainer.step(inputs, targets)
-        records.append({"step": trainer.steps, "loss": float(out["loss"])})
-        done = trainer.steps - start
-        progress.update(trainer.steps, loss=records[-1]["loss"], tokens=out["tokens"], comm_bytes=moved * done)
-        if trainer.steps % options.every == 0 or trainer.steps == options.steps:
-            records[-1]["valid"] = validate(job)
-            save(job, records)
-    progress.close()
+    records = resume(job)
+    bar = sf.Progress(options.steps)
+    trainer.callbacks.append(bar)
+    try:
+        while trainer.steps < options.steps:
+            out = trainer.step(*job.local(batches(trainer.steps)))
+            records.append({"step": trainer.steps, "loss": float(out["loss"])})
+            if trainer.steps % options.every == 0 or trainer.steps == options.steps:
+                records[-1]["valid"] = validate(job)
+                save(job, records)
+    finally:  # also when it is stopped
+        bar.close()
+        if job.rank0 and records:
+            report.draw_curve(options.out / "losses.png", records, job.bigram)
     return records
-
-
-def bytes_per_step(job: Job, batch: tuple[Tensor, Tensor]) -> int:
-    """Return what this rank gives to collectives in one step: weights and gradients over fsdp, activations over tp."""
-    differentiate = sf.value_and_grad(job.trainer.loss_fn)
-    with count_collectives() as counts:
-        differentiate(job.trainer.params, *job.local(batch))
-    return counts.bytes
 
 
 def validate(job: Job) -> float:
     """Return the mean loss over the validation windows, each data rank computing its rows of every batch."""
-    losses = [float(job.trainer.evaluate(*job.local(pair))["loss"]) for pair in validation(job)]
-    return sum(losses) / len(losses)
+    return float(job.trainer.evaluate_all(map(job.local, validation(job.corpus, job.options)))["loss"])
 
 
-def validation(job: Job) -> list[tuple[Tensor, Tensor]]:
+def validation(corpus: text.Corpus, options: argparse.Namespace) -> list[tuple[Tensor, Tensor]]:
     """Return the validation windows, the same for the model and for the table it is compared with."""
-    return text.validation_batches(job.corpus.valid, job.options.valid, job.options.batch, job.options.length)
+    return text.validation_batches(corpus.valid, options.valid, options.batch, options.length)
 
 
 @torch.no_grad()
@@ -230,19 +222,24 @@ def resume(job: Job) -> list[report.Record]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def print_report(job: Job, records: list[report.Record], losses: dict[str, float], code: str) -> None:
-    """Print what the run came to, and leave the pictures in its folder."""
+def draw_layouts(job: Job) -> None:
+    """Leave pictures of who owns what in the run's folder."""
     out, params = job.options.out, job.trainer.params
     (out / "layout.txt").write_text(sf.visualize(params))
-    drawn = report.draw_curve(out / "losses.png", records, losses["bigram"])
-    if drawn:
+    if report.can_draw():
         sf.visualize(params, file=out / "layout.png")
+
+
+def print_report(job: Job, records: list[report.Record], valid: float, code: str) -> None:
+    """Print what the run came to."""
+    out, params = job.options.out, job.trainer.params
     print(f"\nTraining loss, nats per byte\n{report.curve([record['loss'] for record in records])}")
     print(f"\nWho owns what (more in {out}/layout.txt)\n{sf.visualize(params, 'layers.0.mlp.w1.weight')}")
     print(f"\nWritten by the model\n{'-' * 72}\n{code}\n{'-' * 72}")
-    print(f"validation loss    {losses['valid']:.3f} nats per byte")
-    print(f"byte bigram table  {losses['bigram']:.3f} nats per byte, counted on the same training text")
-    print(f"pictures: {out}/losses.png, {out}/layout.png" if drawn else "no pictures: matplotlib is not installed")
+    print(f"validation loss    {valid:.3f} nats per byte")
+    print(f"byte bigram table  {job.bigram:.3f} nats per byte, counted on the same training text")
+    pictures = f"pictures: {out}/losses.png, {out}/layout.png"
+    print(pictures if report.can_draw() else "no pictures: matplotlib is not installed")
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -252,15 +249,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     mesh = sf.make_mesh(options.device, **options.mesh)
     corpus = text.load_corpus(options.text)
     open_run(options, mesh, corpus)
-    job = Job(options, mesh, corpus, build(options, mesh))
+    bigram = text.bigram_loss(text.bigram_counts(corpus.train), validation(corpus, options))
+    job = Job(options, mesh, corpus, build(options, mesh), bigram)
+    if job.rank0:
+        draw_layouts(job)
     records = train(job)
-    bigram = text.bigram_loss(text.bigram_counts(corpus.train), validation(job))
-    losses = {"valid": validate(job), "bigram": bigram}
+    valid = validate(job)
     code = sample(job)
     if job.rank0:
-        print_report(job, records, losses, code)
+        print_report(job, records, valid, code)
         print(f"took {time.monotonic() - began:.0f} s")
-    return losses
+    return {"valid": valid, "bigram": bigram}
 
 
 if __name__ == "__main__":

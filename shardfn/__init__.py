@@ -21,19 +21,19 @@ from types import ModuleType as _ModuleType
 from shardfn import checkpoint, collectives, data, optim, policies, tree
 from shardfn.inspect import Report, check, simulate, typeof, visualize
 from shardfn.layout import MeshSpec, Plan, Policy, make_mesh, register
-from shardfn.notation import ShardError
+from shardfn.notation import ShardError, see as _see
 from shardfn.parallel import cross_entropy
 from shardfn.params import Params, gather, reduce_grads, reshard, shard
-from shardfn.stateful import Trainer
+from shardfn.stateful import Progress, Trainer
 from shardfn.trace import plan
 from shardfn.transforms import apply, grad, hvp, jit, jvp, shard_map, value_and_grad, vjp, vmap
 
 __version__ = "0.1.0"
 
-__all__ = ["MeshSpec", "Params", "Plan", "Policy", "Report", "ShardError", "Trainer", "apply", "check", "checkpoint"]
-__all__ += ["collectives", "cross_entropy", "data", "gather", "grad", "hvp", "jit", "jvp", "make_mesh", "optim", "plan"]
-__all__ += ["policies", "reduce_grads", "register", "reshard", "shard", "shard_map", "simulate", "tree", "typeof"]
-__all__ += ["value_and_grad", "visualize", "vjp", "vmap"]
+__all__ = ["MeshSpec", "Params", "Plan", "Policy", "Progress", "Report", "ShardError", "Trainer", "apply", "check"]
+__all__ += ["checkpoint", "collectives", "cross_entropy", "data", "gather", "grad", "hvp", "jit", "jvp", "make_mesh"]
+__all__ += ["optim", "plan", "policies", "reduce_grads", "register", "reshard", "shard", "shard_map", "simulate"]
+__all__ += ["tree", "typeof", "value_and_grad", "visualize", "vjp", "vmap"]
 
 _ELSEWHERE = {
     "FullyShardedDataParallel": "from shardfn.compat.fsdp1 import FullyShardedDataParallel",
@@ -50,4 +50,5 @@ def __getattr__(name: str) -> _ModuleType:
     if name == "testing":
         return _import_module("shardfn.testing")
     where = _ELSEWHERE.get(name)
-    raise AttributeError(f"module 'shardfn' has no attribute '{name}'{f'; write {where}' if where else ''}")
+    error = AttributeError(f"module 'shardfn' has no attribute '{name}'{f'; write {where}' if where else ''}")
+    raise error if where is None else _see(error, "names")

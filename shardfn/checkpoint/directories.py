@@ -159,7 +159,7 @@ def _wanted(path: str, manifest: Manifest, like: Any, how: tuple[str, str, bool]
     said[missing] += _by_tops(lacking, [*manifest.leaves], "is not in it", hint)
     problems += _by_tops(others, asked, "is in it and was not asked for")
     problems += [f"whole= has '{x}', which is no top of it" for x in whole if x not in map(top_of, manifest.leaves)]
-    raise_problems(f"checkpoint.load: '{path}' does not fit", problems, _LINES, _INSTEAD)
+    raise_problems(f"checkpoint.load: '{path}' does not fit", problems, _LINES, _INSTEAD, "checkpoints")
     ignored += _by_tops([x for x in left_out if top_of(x) in tops], asked, "is in it and was not asked for")
     if ignored and is_first():
         warnings.warn(f"checkpoint.load: ignored, of '{path}': {'; '.join(ignored)[:1000]}", stacklevel=3)

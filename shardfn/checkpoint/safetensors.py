@@ -111,7 +111,7 @@ class _Files:
                 problems += (why for x in patchworks for why in self._misfits(names[0], x, shape, dtype))
             else:
                 problems += self._missing(names)
-        raise_problems(f"load_safetensors: '{self._path}' does not fit the model", problems)
+        raise_problems(f"load_safetensors: '{self._path}' does not fit the model", problems, entry="checkpoints")
         facts = self._origin.facts(not self.partial, self.held)
         return [f"files with the tensors {self.opened.digest}", f"only={self._only}", *facts]
 
@@ -327,7 +327,7 @@ def _require_same_model(model: Model, params: Params) -> None:
     else:
         theirs &= tree
     problems = [f"'{name}' is not in the {'model' if name in tree else 'tree'}" for name in sorted(theirs ^ tree)]
-    raise_problems("save_safetensors: the tree is not of this model", problems)
+    raise_problems("save_safetensors: the tree is not of this model", problems, entry="checkpoints")
 
 
 class _Export:

@@ -266,7 +266,8 @@ class BucketOnGrid:
         """Local shards -> tensors whole over the data axes, in the bucket's dtype; without a collective, the shards."""
         if not self.collectives:
             return self.unmoved(shards)
-        return self.collectives[-1].wholes_of(*AsyncCollective(self.gather_steps(shards)).finish())
+        name = partial(self.profiler_name, "all_gather")
+        return self.collectives[-1].wholes_of(*AsyncCollective(self.gather_steps(shards), None, name).finish())
 
     def reduce_steps(self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Reduction) -> Steps:
         """Pending gradients, whole over the data axes -> this rank's shards of their sum or mean, in `dtypes`.
@@ -353,7 +354,16 @@ class BucketOnGrid:
 
     def reduce(self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Reduction) -> list[Tensor]:
         """`reduce_steps`, waited for."""
-        return AsyncCollective(self.reduce_steps(wholes, dtypes, op)).finish()
+        name = partial(self.profiler_name, "reduce")
+        return AsyncCollective(self.reduce_steps(wholes, dtypes, op), None, name).finish()
+
+    def profiler_name(self, verb: str) -> str:
+        """What torch's profiler calls a collective of this bucket: its unit, its axes, the bytes that are whole."""
+        units = dict.fromkeys(self.plan.leaves[name][0].unit or "(root)" for name in self.bucket.leaves)
+        axes = dict.fromkeys((*self.bucket.axes, *(self._sum_axes if verb == "reduce" else ())))
+        sizes = (prod(leaf.local_shape(self.grid.sizes, self.grid.coords, self.computed)) for leaf in self.leaves)
+        what = f"{len(units)} units" if len(units) > 1 else next(iter(units))
+        return f"shardfn::{verb} {what} over {' and '.join(axes)}, {sum(sizes) * self.bucket.dtype.itemsize:,} bytes"
 
 
 def empty_shards(plan: Plan, grid: Grid, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:

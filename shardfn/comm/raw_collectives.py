@@ -107,9 +107,9 @@ Explain = Callable[[RuntimeError], Exception]  # what an error of a communicatio
 class AsyncCollective:
     """A communication in the air: started when made, over when it is asked for its result."""
 
-    def __init__(self, steps: Steps, explain: Explain | None = None) -> None:
-        """`explain` may know why a wait failed."""
-        self._steps, self._explain = steps, explain
+    def __init__(self, steps: Steps, explain: Explain | None = None, name: Callable[[], str] | None = None) -> None:
+        """`explain` may know why a wait failed; `name` is what a profiler shows."""
+        self._steps, self._explain, self._name = steps, explain, name
         self._works: Works = []
         self._result: list[Tensor] | None = None
         self.advance()
@@ -119,8 +119,9 @@ class AsyncCollective:
         if self._result is not None:
             return
         try:
-            for work in self._works:
-                work.wait()
+            with _torch.profiled(self._name, "wait for "):
+                for work in self._works:
+                    work.wait()
         except RuntimeError as error:
             self._steps.close()
             if self._explain is None:
@@ -128,7 +129,8 @@ class AsyncCollective:
             raise self._explain(error) from error
         self._works = []
         try:
-            self._works = next(self._steps)
+            with _torch.profiled(self._name):
+                self._works = next(self._steps)
         except StopIteration as end:
             self._result = end.value
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from operator import is_
 from typing import Any
@@ -113,7 +114,8 @@ class Reductions:
             self._land()
         if self._in_flight:
             self._in_flight[-1][1].advance()
-        begun = AsyncCollective(on_grid.reduce_steps(pending, dtypes, op), explain)
+        name = partial(on_grid.profiler_name, "reduce")
+        begun = AsyncCollective(on_grid.reduce_steps(pending, dtypes, op), explain, name)
         self._in_flight.append((on_grid.bucket.leaves, begun))
 
     def settle(self) -> dict[str, Tensor]:

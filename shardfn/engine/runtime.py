@@ -23,7 +23,7 @@ axes again, and torch's own rules and hooks do the rest.
 """
 
 import secrets
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
 from time import monotonic, sleep
 from typing import Any, NamedTuple
@@ -197,9 +197,9 @@ class Runtime:
             self.accumulations.clear()
         self.pool.turn()
 
-    def start(self, steps: Steps) -> AsyncCollective:
+    def start(self, steps: Steps, name: Callable[[], str]) -> AsyncCollective:
         """A communication that `settle` knows of."""
-        collective = AsyncCollective(steps, self.order.explained)
+        collective = AsyncCollective(steps, self.order.explained, name)
         self.in_flight.append(collective)
         return collective
 

@@ -23,6 +23,7 @@ and the first one that is asked for in the backward gathers again, for all that 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -145,7 +146,7 @@ class Gathered:
         steps = self.on_grid.gather_steps(self._shards)
         if self._kept is not None and self._neighbours is not None:
             steps = self._neighbours.gather_steps(self._kept, self.on_grid.buffers)
-        self._collective = self._runtime.start(steps)
+        self._collective = self._runtime.start(steps, partial(self.on_grid.profiler_name, "all_gather"))
 
     def finish_again(self) -> None:
         """Wait for them."""

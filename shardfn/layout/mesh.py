@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardfn._torch import HashStore, default_store, has_no_memory, on_each_rank, outside_modes, simulated
 from shardfn.layout.policy import is_batch_axis
-from shardfn.notation import ShardError
+from shardfn.notation import ShardError, see
 
 _TIMEOUT = timedelta(minutes=10)
 BATCH_ONLY = ("replicate", "dp_replicate", "*_replicate")
@@ -134,9 +134,11 @@ def make_mesh(
         TypeError: a size is not a whole number, or has no name, or there is no axis.
     """
     if unnamed or not isinstance(device_type, str | None):
-        raise TypeError(f"make_mesh: {unnamed or device_type!r}: each size has a name, as in make_mesh(fsdp=2, tp=2)")
+        why = f"make_mesh: {unnamed or device_type!r}: each size has a name, as in make_mesh(fsdp=2, tp=2)"
+        raise see(TypeError(why), "meshes")
     if device_type not in (None, "cpu") and not torch.get_device_module(device_type).is_available():
-        raise ShardError(f"make_mesh({device_type!r}): torch sees none here; write make_mesh('cpu', ...)")
+        why = f"make_mesh({device_type!r}): torch sees none here; write make_mesh('cpu', ...)"
+        raise see(ShardError(why), "meshes")
     sizes = _checked(axes, "make_mesh")
     device_type = device_type or default_device_type()
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

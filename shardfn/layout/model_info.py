@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardfn._torch import children_of, convolves_plainly, parameters_of, set_tables
-from shardfn.notation import ShardError
+from shardfn.notation import ShardError, see
 
 OWN = "_shardfn_"  # attributes that begin so are this library's
 WRAPPED = f"{OWN}wrapped_module"
@@ -358,7 +358,8 @@ def require_forward(where: str, function: Any) -> None:
     try:
         inspect.signature(function).bind_partial(None, None, None)
     except TypeError as error:
-        raise TypeError(f"{where}: it will be called as fn(module, local, layouts, *args): {error}") from None
+        why = f"{where}: it will be called as fn(module, local, layouts, *args): {error}"
+        raise see(TypeError(why), "policy") from None
 
 
 def registered(module: ModuleInfo) -> Callable[..., Any] | None:

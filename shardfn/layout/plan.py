@@ -5,6 +5,7 @@ never thinks; `planning.py` makes them.
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import prod
@@ -312,12 +313,12 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [("parameter", "shape", "rule", "local", "bytes/rank", "unit")]
-        for layout in self.layouts.values():
+        for name, unit, layout, count in self._alike():
             shapes = [self.local_shape(leaf.name) for leaf in layout.leaves]
-            size = sum(prod(shape) for shape in shapes) * layout.dtype.itemsize
+            size = f"{sum(prod(shape) for shape in shapes) * layout.dtype.itemsize:,}"
             local = " + ".join(str(list(shape)) for shape in shapes)
-            rule, unit = str(layout.rule) or "(scalar)", layout.unit or "(root)"
-            rows.append((layout.name, str(list(layout.shape)), rule, local, f"{size:,}", unit))
+            size = size if count == 1 else f"{count} x {size}"
+            rows.append((name, str(list(layout.shape)), str(layout.rule) or "(scalar)", local, size, unit or "(root)"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
@@ -327,6 +328,18 @@ class Plan:
             f"{table}\nmesh {mesh}; {self.bytes_per_rank:,} bytes of shards per rank; {units}; "
             f"{self.data_collectives} collectives over data axes and {self.comm_bytes:,} bytes received per step"
         )
+
+    def _alike(self) -> Iterator[tuple[str, str, "Layout", int]]:
+        """Parameters that differ by numbers in their names alone, as one: a name, a unit, a layout, how many."""
+        groups: dict[Hashable, list[Layout]] = {}
+        for layout in self.layouts.values():
+            leaves = tuple((leaf.shape, leaf.splits) for leaf in layout.leaves)
+            names = _without_numbers(layout.name), _without_numbers(layout.unit)
+            groups.setdefault((names, layout.shape, str(layout.rule), layout.dtype, leaves), []).append(layout)
+        for group in groups.values():
+            name, unit = _in_one([x.name for x in group]), _in_one([x.unit for x in group])
+            together = name is not None and unit is not None
+            yield from [(name, unit, group[0], len(group))] if together else [(x.name, x.unit, x, 1) for x in group]
 
     # -- plans of trees inside a transform -----------------------------------------------------------------------------
 
@@ -386,6 +399,30 @@ def first_matches(patterns: Mapping[str, object], info: ModelInfo) -> dict[str, 
 def innermost(data: Sequence[str], axes: Mapping[str, int]) -> str | None:
     """The last data axis of several ranks."""
     return next((axis for axis in reversed(data) if axes[axis] > 1), None)
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole segment of a name
+
+
+def _without_numbers(name: str) -> str:
+    return _NUMBER.sub("#", name)
+
+
+def _in_one(names: Sequence[str]) -> str | None:
+    """Names that differ by numbers as one, `layers.{0..79}.up`; None where these are not all their combinations."""
+    columns = [sorted(set(map(int, column))) for column in zip(*map(_NUMBER.findall, names), strict=True)]
+    if len(set(names)) != prod(map(len, columns)) and len(set(names)) > 1:
+        return None
+    texts = iter(map(_run, columns))
+    return _NUMBER.sub(lambda _: next(texts), names[0])
+
+
+def _run(numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    if first == last:
+        return str(first)
+    whole = last - first + 1 == len(numbers) > 2
+    return f"{{{first}..{last}}}" if whole else "{" + ",".join(map(str, numbers)) + "}"
 
 
 def _described(layout: Layout) -> str:

@@ -21,7 +21,7 @@ from shardfn.layout.model_info import BIAS_DIM, ModelInfo, ModuleInfo, ParamInfo
 from shardfn.layout.plan import Bucket, Plan, Unit, first_matches
 from shardfn.layout.plan_checks import Draft, ParamRule, Sized, axis_problems, check_policy, conflicts_of, uncomputable
 from shardfn.layout.policy import Policy, compile_pattern, first_match, is_in, matches, modules_above
-from shardfn.notation import Block, Dim, Factor, ShardError, Sizes, Spec, parse, raise_problems, repeated_axes
+from shardfn.notation import Block, Dim, Factor, ShardError, Sizes, Spec, parse, raise_problems, repeated_axes, see
 
 
 def plan(model: nn.Module | Mapping[str, torch.Tensor], mesh: DeviceMesh | MeshSpec, policy: Policy) -> Plan:
@@ -50,7 +50,8 @@ def plan(model: nn.Module | Mapping[str, torch.Tensor], mesh: DeviceMesh | MeshS
         ValueError: the mesh has no axis names.
     """
     if not isinstance(policy, Policy):
-        raise TypeError(f"plan: expected a Policy, got {type(policy).__name__}; write sf.Policy(rules={{...}})")
+        why = f"plan: expected a Policy, got {type(policy).__name__}; write sf.Policy(rules={{...}})"
+        raise see(TypeError(why), "arguments")
     axes = axes_of(mesh)
     modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
     return decide(describe(model), axes, replace_units(policy, modules))

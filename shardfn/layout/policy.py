@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 
 from shardfn.layout.model_info import require_forward
-from shardfn.notation import ShardError, did_you_mean
+from shardfn.notation import ShardError, did_you_mean, see
 
 _ELSEWHERE = {  # what FSDP1 and FSDP2 call fields
     "param_dtype": "compute_dtype",
@@ -124,7 +124,8 @@ class Policy:
         for name in given:
             if name not in known:
                 hint = f"; that is '{_ELSEWHERE[name]}' here." if name in _ELSEWHERE else did_you_mean(name, known)
-                raise TypeError(f"Policy has no field '{name}'{hint or '.'} Its fields: {', '.join(known)}.")
+                why = f"Policy has no field '{name}'{hint or '.'} Its fields: {', '.join(known)}."
+                raise see(TypeError(why), "policy")
         policy = super().__new__(cls)
         object.__setattr__(policy, "given", frozenset(given))
         return policy
@@ -155,7 +156,7 @@ class Policy:
         given = self.units if isinstance(self.units, Iterable) else [self.units]
         if wrong := [type(unit).__name__ for unit in given if isinstance(unit, torch.nn.Module)]:
             why = f"Policy(units=...): a unit is named by its path, as in 'layers.*', or by its class, {wrong[0]}"
-            raise TypeError(f"{why}; the module itself is none")
+            raise see(TypeError(f"{why}; the module itself is none"), "policy")
         if isinstance(self.units, Mapping):
             object.__setattr__(self, "units", {unit: unit_settings(given, unit) for unit, given in self.units.items()})
         _check_dtypes(vars(self))

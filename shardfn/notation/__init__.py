@@ -4,5 +4,5 @@ Read `errors`, then `spec`: the grammar of rules, parsed into plain data and pri
 for a weight on a mesh, see `layout`.
 """
 
-from shardfn.notation.errors import ShardError, did_you_mean, of_like_layers, raise_problems
+from shardfn.notation.errors import ShardError, did_you_mean, of_like_layers, raise_problems, see
 from shardfn.notation.spec import Block, Dim, Factor, Sizes, Spec, parse, repeated_axes, unknown_axes

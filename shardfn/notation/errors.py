@@ -4,6 +4,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import accumulate
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class ShardError(ValueError):
@@ -21,6 +24,12 @@ class ShardError(ValueError):
     """
 
 
+def see(error: _Error, entry: str) -> _Error:
+    """The error, with a note, which a traceback shows, of what the docs have on it: an entry of `docs/errors.md`."""
+    error.add_note(f"In the docs: errors.md#{entry}")
+    return error
+
+
 def caret(source: str, span: tuple[int, int]) -> str:
     """`source` indented, with `^^^` under the characters of `span`."""
     start, end = span
@@ -34,21 +43,24 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def raise_problems(verb: str, problems: Sequence[str], lines: int | None = None, instead: str = "") -> None:
+def raise_problems(
+    verb: str, problems: Sequence[str], lines: int | None = None, instead: str = "", entry: str = "rules"
+) -> None:
     """Raise one `ShardError` that lists all of `problems`, those of like layers once; nothing when there are none.
 
     With `lines`, it lists as many as have room in so many, and says how many more there are; then what to write
-    `instead`.
+    `instead`. `entry`: as for `see`.
     """
     if not problems:
         return
     kinds = list(of_like_layers(problems))
     if len(kinds) == 1:
-        raise ShardError(f"{verb}: {kinds[0]}{f'. {instead}' * bool(instead)}")
+        raise see(ShardError(f"{verb}: {kinds[0]}{f'. {instead}' * bool(instead)}"), entry)
     listed = [f"{i}. {problem}" for i, problem in enumerate(kinds, 1)]
     of_kinds = f", of {len(kinds)} kinds" if len(kinds) < len(problems) else ""
     listed = listed if lines is None else _first_of(listed, lines - 1 - bool(instead))
-    raise ShardError("\n".join([f"{verb}: {len(problems)} problems{of_kinds}", *listed, *filter(None, [instead])]))
+    text = "\n".join([f"{verb}: {len(problems)} problems{of_kinds}", *listed, *filter(None, [instead])])
+    raise see(ShardError(text), entry)
 
 
 def _first_of(listed: list[str], lines: int) -> list[str]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardfn._torch import dtypes_of, foreach, in_transform, same_layouts, unwrap_local, with_local
 from shardfn.context import is_differentiated, recording
 from shardfn.layout import first_match, has_derivatives, matches
-from shardfn.notation import ShardError, did_you_mean, raise_problems
+from shardfn.notation import ShardError, did_you_mean, raise_problems, see
 from shardfn.params import Params, data_axes_of, leaves
 
 Tree: TypeAlias = Any  # Params, or a plain dict of tensors
@@ -23,7 +23,7 @@ Rate: TypeAlias = float | Callable[[int], float]  # or a function of the number 
 
 
 class Optimizer(NamedTuple):
-    """Three functions. Whatever an optimizer remembers is in its state, a pytree.
+    """Functions. Whatever an optimizer remembers is in its state, a pytree.
 
         >>> import torch, shardfn as sf
         >>> opt = sf.optim.sgd(0.5)
@@ -41,11 +41,14 @@ class Optimizer(NamedTuple):
             parameters, see `apply_updates`; they are in float32 or wider, and only for parameters that train.
         step: `step(params, grads, state) -> (params, state)`, the same in place: the parameters returned are the same
             objects, `nn.Parameter`s too, and so may the state be. Outside autograd.
+        rate: `rate(state) -> lr`, the learning rate of the next update, without groups that have their own; None where
+            there is no such thing, as for `clip_by_global_norm`.
     """
 
     init: Callable[[Tree], Any]
     update: Callable[[Tree, Any, Tree], tuple[Tree, Any]]
     step: Callable[[Tree, Tree, Any], tuple[Tree, Any]]
+    rate: Callable[[Any], Any] | None = None
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -133,7 +136,8 @@ def require_some(verb: str, params: Tree) -> None:
 
 def other_state(verb: str, state: object, init: str) -> TypeError:
     order = "update(grads, state, params), step(params, grads, state)"
-    return TypeError(f"{verb}: the state is a {type(state).__name__}, not what {init} returns; write {order}")
+    why = f"{verb}: the state is a {type(state).__name__}, not what {init} returns; write {order}"
+    return see(TypeError(why), "optimizers")
 
 
 def dead_patterns(patterns: Iterable[str], params: Tree) -> Iterator[str]:
@@ -147,7 +151,8 @@ def dead_patterns(patterns: Iterable[str], params: Tree) -> Iterator[str]:
 def require_outside(verb: str, params: Tree, grads: Tree) -> None:
     """A step in place is of parameters, and has no derivative."""
     if getattr(params, "are_gradients", False):
-        raise ShardError(f"{verb}: its first argument is a tree of gradients; write step(params, grads, state)")
+        why = f"{verb}: its first argument is a tree of gradients; write step(params, grads, state)"
+        raise see(ShardError(why), "optimizers")
     if is_differentiated(leaf for tree in (params, grads) for leaf in leaves(tree)):
         write = "updates, state = optimizer.update(grads, state, params) and sf.optim.apply_updates(params, updates)"
         raise ShardError(f"{verb} works in place and has no derivative, for which something asks. Write {write}")
@@ -177,7 +182,7 @@ def require_match(verb: str, what: str, params: Tree, names: Sequence[str], othe
             for name, mine, other in layouts
             if mine != other
         ]
-    raise_problems(verb, problems[:5] + [f"and {len(problems) - 5} more"] * (len(problems) > 5))
+    raise_problems(verb, problems[:5] + [f"and {len(problems) - 5} more"] * (len(problems) > 5), entry="optimizers")
 
 
 def _mismatch(param: Tensor, leaf: object) -> str | None:
@@ -279,7 +284,8 @@ def require_options(where: str, options: Options, defaults: Options) -> None:
         if name not in defaults:
             raise ValueError(no_option(where, name, defaults))
         if isinstance(value, Iterable) and not isinstance(value, str | Tensor):
-            raise TypeError(f"{where}: {name} holds parameters; write {where}(lr=1e-3), and init(params) of it")
+            why = f"{where}: {name} holds parameters; write {where}(lr=1e-3), and init(params) of it"
+            raise see(TypeError(why), "optimizers")
         if name not in _RANGES:
             if not isinstance(value, bool):
                 raise TypeError(f"{where}: {name}={value!r} is not True or False")
@@ -360,7 +366,8 @@ def schedule(fn: Callable[[int], float]) -> Optimizer:
         scaled = {name: wrap(params[name], factor * local(leaf)) for name, leaf in grads.items()}
         return slot_like(params, scaled), ScheduleState(state.step + 1)
 
-    return transform("schedule", lambda: ScheduleState(torch.zeros((), dtype=torch.int64)), change)
+    made = transform("schedule", lambda: ScheduleState(torch.zeros((), dtype=torch.int64)), change)
+    return made._replace(rate=lambda state: rate_at("schedule", "fn", fn, state.step))
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
@@ -419,7 +426,12 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         params, last = optimizers[-1].step(params, grads, state[-1])
         return params, (*states, last)
 
-    return Optimizer(init, update, step)
+    def rate(state: Any) -> Any:
+        """A schedule after an optimizer multiplies its rate."""
+        pairs = zip(optimizers, state, strict=True)
+        return math.prod(member.rate(of_member) for member, of_member in pairs if member.rate is not None)
+
+    return Optimizer(init, update, step, rate if any(member.rate for member in optimizers) else None)
 
 
 def masked(optimizer: Optimizer, mask: str | Sequence[str]) -> Optimizer:
@@ -460,7 +472,7 @@ def masked(optimizer: Optimizer, mask: str | Sequence[str]) -> Optimizer:
 
     def init(params: Tree) -> Any:
         require_tensors("masked.init", params)
-        raise_problems("masked", list(dead_patterns(chosen, params)))
+        raise_problems("masked", list(dead_patterns(chosen, params)), entry="optimizers")
         return optimizer.init(part(params, params))
 
     def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
@@ -470,4 +482,4 @@ def masked(optimizer: Optimizer, mask: str | Sequence[str]) -> Optimizer:
         grads = part(params, require_tree("masked", "grads", grads))
         return params, optimizer.step(part(params, params), grads, state)[1]
 
-    return Optimizer(init, update, step)
+    return Optimizer(init, update, step, optimizer.rate)

@@ -151,7 +151,8 @@ class _Elementwise:
         base.require_some(verb, params)
         names = [model_name for name in params for model_name in base.model_names(params, name)]
         known = f"There are {', '.join(names[:3])}{', ...' if len(names) > 3 else '.'}"
-        raise_problems(verb, [f"groups: {problem} {known}" for problem in base.dead_patterns(self.groups, params)])
+        dead = [f"groups: {problem} {known}" for problem in base.dead_patterns(self.groups, params)]
+        raise_problems(verb, dead, entry="optimizers")
         for name in base.trainable(params):
             if params[name].is_complex():
                 raise TypeError(f"{verb}: params[{name!r}] is complex, for which it has no rule; use from_torch")
@@ -278,7 +279,8 @@ def _elementwise(rule: UpdateRule, groups: Groups | None, state_dtype: torch.dty
         matches(pattern, "")  # a pattern that cannot be read is an error here
         base.require_options(where, group, options)
     functions = _Elementwise(rule, options, dict(groups or {}), state_dtype)
-    return Optimizer(functions.init, functions.update, functions.step)
+    rate = partial(base.rate_at, rule.name, "lr", options["lr"])
+    return Optimizer(functions.init, functions.update, functions.step, lambda state: rate(state.step))
 
 
 def adamw(

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +88,9 @@ def from_torch(cls: type[optim.Optimizer], *, elementwise: bool = False, **kwarg
         raise ValueError("from_torch: differentiable=True is not served; sf.optim.adamw and sgd are differentiable")
     adapter = _FromTorch(cls, dict(kwargs), elementwise)
     adapter.make([torch.zeros(1, 1)], torch.zeros((), dtype=torch.int64))  # torch checks its options
-    return Optimizer(adapter.init, adapter.update, adapter.step)
+    default = inspect.signature(cls).parameters.get("lr")
+    rate = partial(base.rate_at, f"from_torch({cls.__name__})", "lr", kwargs.get("lr", default and default.default))
+    return Optimizer(adapter.init, adapter.update, adapter.step, (lambda state: rate(state.step)) if default else None)
 
 
 def _acts_as_one_of(cls: type, known: Sequence[type]) -> bool:

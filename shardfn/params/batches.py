@@ -115,7 +115,7 @@ def parts_of(verb: str, batch: Any, count: int, how: str) -> Callable[[int], Any
     if not problems and len({len(leaf) for _, leaf in named} - {0}) > 1:
         lengths = ", ".join(f"{name}: {len(leaf)}" for name, leaf in named)
         problems = [f"dim 0 is {how}, and has other lengths ({lengths}); pass what is not of samples outside the batch"]
-    raise_problems(verb, problems)
+    raise_problems(verb, problems, entry="batches")
     return lambda at: pytree.tree_map(lambda leaf: _part(leaf, at, count), batch)
 
 

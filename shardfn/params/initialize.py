@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardfn import _torch, layout
 from shardfn.comm import VALUES, agree, digest, empty_shards, leaf_spec, whole
 from shardfn.layout import Grid, Layout, Plan, Policy, named_buffers, named_parameters, own_parts, plan, to_leaves
-from shardfn.notation import ShardError
+from shardfn.notation import ShardError, see
 from shardfn.params.tree import Params
 
 Init: TypeAlias = Callable[[Any], Any]  # fills the meta tensors of the module that it is given
@@ -138,7 +138,7 @@ def agreed_plan(
 def _checked_plan(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan) -> Plan:
     if not isinstance(mesh, DeviceMesh):
         why = f"shard: expected a DeviceMesh, got {type(mesh).__name__}; a MeshSpec is for plan() only"
-        raise TypeError(f"{why}; write shard(model, mesh, policy)")
+        raise see(TypeError(f"{why}; write shard(model, mesh, policy)"), "arguments")
     if isinstance(policy, Plan) and isinstance(origin.model, Mapping):  # which has no modules
         trains = {param.name: param.trainable for param in policy.info.params}
         params = [replace(p, trainable=trains.get(p.name, p.trainable)) for p in layout.describe(origin.model).params]

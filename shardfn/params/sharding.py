@@ -19,7 +19,7 @@ from shardfn._torch import holds_data, in_transform, unwrap_local, watch_backwar
 from shardfn.comm import BucketOnGrid, FreshBuffers, GatherBucket, called_by_all, leaf_spec
 from shardfn.context import is_differentiated, note_tree
 from shardfn.layout import Grid, Layout, Plan, Policy, compute_view_shape, first_match, from_compute_view, grid_of
-from shardfn.notation import ShardError, did_you_mean
+from shardfn.notation import ShardError, did_you_mean, see
 from shardfn.params.initialize import Origin, shard_own
 from shardfn.params.moving import collect
 from shardfn.params.tree import Params, is_sum, watch_optimizers
@@ -80,7 +80,7 @@ def shard(
 def _no_gradients() -> ShardError:
     why = "loss.backward(): nothing asks for a gradient; the leaves of a tree of shards do not. Write loss, grads ="
     instead = "or make an sf.Trainer, whose outputs ask, unless they are detached or made under no_grad"
-    return ShardError(f"{why} sf.value_and_grad(loss_fn)(params, x), {instead}")
+    return see(ShardError(f"{why} sf.value_and_grad(loss_fn)(params, x), {instead}"), "losses")
 
 
 _watch_backwards = cache(partial(watch_backward, _no_gradients))
@@ -252,7 +252,8 @@ def selected_layouts(tree: Params, names: str | Sequence[str] | None) -> list[La
 def require_params(verb: str, tree: object) -> Params:
     if not isinstance(tree, Params):
         write = f"{verb}(params)[name]" if isinstance(tree, Tensor) else f"{verb}(sf.shard(model, mesh, policy))"
-        raise TypeError(f"{verb}: expected the tree that shard() makes, got {type(tree).__name__}; write {write}")
+        why = f"{verb}: expected the tree that shard() makes, got {type(tree).__name__}; write {write}"
+        raise see(TypeError(why), "trees")
     return tree
 
 
@@ -267,7 +268,7 @@ def require_reduced(verb: str, name: str, leaf: Tensor) -> None:
     if is_sum(leaf):
         why = f"{verb}: '{name}' is a sum that is still pending. Gradients of value_and_grad(reduce=None) go through"
         instead = "a function in sf.tree.map that adds up leaves ends in value.redistribute(placements=leaf.placements)"
-        raise ShardError(f"{why} sf.reduce_grads(tree); {instead}")
+        raise see(ShardError(f"{why} sf.reduce_grads(tree); {instead}"), "gradients")
 
 
 def require_shape(verb: str, tree: Params, name: str) -> None:

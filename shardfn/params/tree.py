@@ -24,7 +24,7 @@ from shardfn import _torch
 from shardfn.comm import in_layout, pvary, require_own_part
 from shardfn.context import holding, is_under_way
 from shardfn.layout import Plan, clear_padding_, grid_of, matches, per_rank
-from shardfn.notation import ShardError, did_you_mean
+from shardfn.notation import ShardError, did_you_mean, see
 
 _INSTEAD = {  # of methods of a module
     "to cuda cpu": "shards live on their mesh's device; make the mesh there, or gather(params, to='cpu')",
@@ -143,14 +143,16 @@ class Params(dict[str, Any]):
     @property
     def _metadata(self) -> Any:
         """What `nn.Module.load_state_dict` asks a state dict for."""
-        raise ShardError("load_state_dict: a tree of shards; write model.load_state_dict(sf.gather(params))")
+        why = "load_state_dict: a tree of shards; write model.load_state_dict(sf.gather(params))"
+        raise see(ShardError(why), "trees")
 
     def copy(self) -> "Params":
         """The same leaves in a new tree."""
         return self.like(self)
 
     def _no_arithmetic(self, other: Any) -> Any:
-        raise TypeError("a tree has no arithmetic; write sf.tree.map(lambda a, b: a + b, params, other)")
+        why = "a tree has no arithmetic; write sf.tree.map(lambda a, b: a + b, params, other)"
+        raise see(TypeError(why), "trees")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _no_arithmetic
 
@@ -180,12 +182,12 @@ class Params(dict[str, Any]):
     def __getattr__(self, name: str) -> NoReturn:
         for names, instead in _INSTEAD.items():
             if name in names.split():
-                raise AttributeError(f"Params has no '{name}': {instead}")
+                raise see(AttributeError(f"Params has no '{name}': {instead}"), "trees")
         raise AttributeError(f"Params has no attribute '{name}'")
 
     def __missing__(self, name: str) -> NoReturn:
         some = ", ".join(list(self)[:4])
-        raise KeyError(f"no leaf {name!r}; the tree has {some}, ...; several are select('{name}.*')")
+        raise see(KeyError(f"no leaf {name!r}; the tree has {some}, ...; several are select('{name}.*')"), "trees")
 
     def __repr__(self) -> str:
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.plan.axes.items())
@@ -199,7 +201,8 @@ def _refuse_idle(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     if not any(map(callable, (*args[1:], *kwargs.values()))) and params and all(map(_is_idle, params)):
         name = type(optimizer).__name__
         why = f"{name}.step: it has leaves of a tree, which have no gradient, and would train nothing. Give those of"
-        raise ShardError(f"{why} value_and_grad to sf.optim.from_torch({name}, ...), by step(params, grads, state)")
+        why = f"{why} value_and_grad to sf.optim.from_torch({name}, ...), by step(params, grads, state)"
+        raise see(ShardError(why), "optimizers")
 
 
 def _is_idle(leaf: Tensor) -> bool:
@@ -503,7 +506,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     torch.float64
     """
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"tree.cast: {dtype!r} is no dtype, as torch.bfloat16 is")
+        raise see(TypeError(f"tree.cast: {dtype!r} is no dtype, as torch.bfloat16 is"), "arguments")
     return map_local(lambda x: x.to(dtype, copy=True) if x.is_floating_point() else x, tree)
 
 
@@ -525,7 +528,8 @@ def ema(average: Any, new: Any, decay: float) -> Any:
     {'a': tensor([0.2500, 0.2500])}
     """
     if isinstance(decay, dict) or not 0 <= decay <= 1:
-        raise ValueError(f"tree.ema: decay={decay!r} is not from 0 to 1; write ema(average, new, decay=0.999)")
+        why = f"tree.ema: decay={decay!r} is not from 0 to 1; write ema(average, new, decay=0.999)"
+        raise see(ValueError(why), "arguments")
     return lerp(average, new, 1 - decay)
 
 

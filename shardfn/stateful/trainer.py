@@ -21,10 +21,11 @@ from shardfn._torch import IncompatibleKeys, buffers_of, children_of, parameters
 from shardfn.comm import agree, exchange_numbers, failing_together, require_own_part
 from shardfn.context import having
 from shardfn.layout import Plan, Policy, make_mesh, planning
-from shardfn.notation import ShardError
+from shardfn.notation import ShardError, see
 from shardfn.params import Params, initialize, map_local, parts_of, sharding, state_dicts
-from shardfn.stateful import saved_state, step_losses
+from shardfn.stateful import saved_state, settings, step_losses
 from shardfn.stateful.module_shards import adopt, install, require_no_gradients, taken_over, whole_in_place
+from shardfn.stateful.progress import Clock
 from shardfn.stateful.torch_optimizers import DRIVERS, refuse_held_back
 from shardfn.transforms import autodiff
 
@@ -97,23 +98,24 @@ class Trainer(nn.Module):
         resume: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        _check_settings(model, optimizer, accumulate, clip, ema, scaler)
+        settings.check_settings(model, optimizer, accumulate, clip, ema, scaler)
         if nonfinite not in ("raise", "skip", None):
             raise ValueError(f"Trainer(nonfinite={nonfinite!r}): 'raise', 'skip' or None")
         self.callbacks = list(callbacks if isinstance(callbacks, Iterable) else [callbacks])
         if odd := [callback for callback in self.callbacks if not callable(callback)]:
-            raise TypeError(f"Trainer(callbacks=[{odd[0]!r}]): a function of the trainer and what its step returns")
+            why = f"Trainer(callbacks=[{odd[0]!r}]): a function of the trainer and what its step returns"
+            raise see(TypeError(why), "trainer")
         if params is None:
             mesh = mesh if mesh is not None else make_mesh(fsdp=-1)
             watch.watch_for(self, mesh)
-            params = sharding.shard(model, mesh, _compiling(policy, compile), init=init, src=src)
+            params = sharding.shard(model, mesh, settings.compiling(policy, compile), init=init, src=src)
         else:
             if not isinstance(params, Params):
                 kind = type(params).__name__
                 raise TypeError(f"Trainer(params={kind}): expected a tree made by shard or load_safetensors")
             if init is not None or src is not None:
                 raise ValueError("Trainer(params=...): the tree has all values; leave out init and src")
-            policy = _compiling(policy if policy is not None else params.plan.policy, compile)
+            policy = settings.compiling(policy if policy is not None else params.plan.policy, compile)
             params = taken_over(model, mesh if mesh is not None else params.mesh, policy, params)
         self.plan, self.mesh = params.plan, params.mesh
         watch.watch_for(self, self.mesh)
@@ -126,6 +128,7 @@ class Trainer(nn.Module):
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.steps = self._samples = self._own_samples = 0
         self._syncs = True
+        self._clock = Clock()
         # The trainer shares the model's tables of children, parameters and buffers, so that names carry no prefix.
         self.__dict__["_model"] = model
         self._held = install(model, params)
@@ -185,8 +188,10 @@ class Trainer(nn.Module):
         """One update on this data rank's batch.
 
         Returns:
-            `loss` (averaged over data ranks) and `grad_norm` (before clipping) as scalar tensors, `tokens`: elements of
-            the last tensor of the batch, summed over data ranks; with a scaler `scale`, by which this loss was scaled.
+            `loss` (averaged over data ranks) and `grad_norm` (before clipping) as scalar tensors; `tokens`: elements of
+            the last tensor of the batch, summed over data ranks; `lr`: the learning rate of this update, None for an
+            optimizer that has none; `seconds`: since the end of the step before; with a scaler `scale`, by which this
+            loss was scaled.
 
         Raises:
             ShardError: no optimizer or loss_fn; a batch that does not divide into `accumulate` parts; a parameter that
@@ -195,8 +200,10 @@ class Trainer(nn.Module):
         if _torch.has_no_memory():
             raise ShardError("Trainer.step: in sf.jit its counts would stand still; write Policy(compile=True) instead")
         optimizer = self._require("optimizer", self.optimizer)
+        self._clock.begin()
         with watch.call(self.mesh, f"do step {self.steps}"):
             out = self._step(optimizer, batch)
+        out["seconds"] = self._clock.seconds()
         self.steps += 1
         self._own_samples += _samples_in(batch)
         for callback in self.callbacks:
@@ -223,7 +230,7 @@ class Trainer(nn.Module):
 
     def _step(self, optimizer: optim.Optimizer, batch: tuple[Any, ...]) -> dict[str, Any]:
         params = self.params
-        _require_flags(params)
+        settings.require_flags(params)
         self._held.lend(params)
         count = self.accumulate
         part = parts_of("Trainer.step", batch, count, f"cut into accumulate={count} parts") if count > 1 else None
@@ -231,7 +238,8 @@ class Trainer(nn.Module):
         of_rank: list[Any] = []
         with having(self, _differentiates=True), torch.no_grad():  # nobody differentiates the gradients
             loss, grads = self._loss_and_grads(params, parts, of_rank)
-        out = {"loss": loss, "grad_norm": None, "tokens": self._tokens(batch)}
+        rate = None if optimizer.rate is None else float(optimizer.rate(self.optimizer_state))
+        out = {"loss": loss, "grad_norm": None, "tokens": self._tokens(batch), "lr": rate}
         if self.scaler is not None:
             out["scale"] = self.scaler.get_scale()
             out["loss"], grads = step_losses.scaled(loss, grads, torch.tensor(1 / out["scale"], dtype=torch.float64))
@@ -276,8 +284,44 @@ class Trainer(nn.Module):
         """The loss of this data rank's batch, averaged over data ranks, without an update; dropout is off meanwhile.
 
         All ranks have to call it.
+
+        Returns:
+            `loss`, a scalar tensor, and `tokens`, as of `step`.
         """
+        return self._evaluate(batch)[0]
+
+    @torch.no_grad()
+    def evaluate_all(self, batches: Iterable[Any]) -> dict[str, Any]:
+        """The mean loss over all batches of a loader: `evaluate` of each, weighted by what it counts.
+
+        Exact for a `loss_fn` that returns `sf.data.Mean`; others count by samples. All ranks have to call it, with as
+        many batches each.
+
+        Args:
+            batches: a `DataLoader` of this data rank's batches, or any iterable; a tuple or list is the arguments of
+                `loss_fn` after the parameters, anything else the only one.
+
+        Returns:
+            `loss`, a scalar tensor; `tokens` and `batches`, how many there were.
+
+        Raises:
+            ShardError: there is no batch.
+        """
+        total: Any = 0.0
+        count: Any = 0.0
+        tokens = number = 0
+        for batch in batches:
+            out, weight = self._evaluate(tuple(batch) if isinstance(batch, tuple | list) else (batch,))
+            total, count = total + out["loss"].double() * weight, count + weight
+            tokens, number = tokens + out["tokens"], number + 1
+        if not number:
+            raise ShardError("Trainer.evaluate_all: there is no batch; an iterator can be gone through once only")
+        return {"loss": (total / count).to(out["loss"].dtype), "tokens": tokens, "batches": number}
+
+    def _evaluate(self, batch: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
+        """What `evaluate` returns, and how much that counts beside other batches."""
         loss_fn = self._require("loss_fn", self.loss_fn)
+        self._clock.pause()
         with ExitStack() as modes:
             modes.enter_context(watch.call(self.mesh, "evaluate"))
             for module in (self, *self.module.modules()):
@@ -287,9 +331,9 @@ class Trainer(nn.Module):
             self._held.lend(params)
             with autodiff.explained("Trainer.evaluate"):
                 loss = loss_fn(params, *batch)
-            out = {"loss": autodiff.value_of(loss, self.params), "tokens": self._tokens(batch)}
+            value, count = autodiff.value_of(loss, self.params)
         self._stop_if_asked()
-        return out
+        return {"loss": value, "tokens": self._tokens(batch)}, _samples_in(batch) if count is None else count
 
     def save(
         self,
@@ -324,6 +368,7 @@ class Trainer(nn.Module):
 
         Communication: see `sf.checkpoint.save`.
         """
+        self._clock.pause()
         if self._resumes is not None:
             self._resumes = self._resumes[0], {"keep": keep, "keep_every": keep_every, **others}
         with watch.call(self.mesh, "save"):
@@ -452,7 +497,7 @@ class Trainer(nn.Module):
             prefix = missing[0].removesuffix(unexpected[0]) if missing and unexpected else ""
             if prefix and missing == [prefix + name for name in unexpected]:
                 instead = f"pass {{{prefix!r} + name: x for name, x in state_dict.items()}}"
-            raise ShardError(f"Trainer.load_state_dict: {why}; {instead}")
+            raise see(ShardError(f"Trainer.load_state_dict: {why}; {instead}"), "trainer")
         for layout in layouts:
             value = next(state_dict[name] for name in layout.names if name in state_dict)
             _require_shape(f"'{layout.name}'", value, layout.shape)
@@ -534,25 +579,6 @@ def _samples_in(batch: Any) -> int:
     return len(tensors[-1]) if tensors else 0
 
 
-def _require_flags(params: Params) -> None:
-    """Refuse to train what was frozen, or not what was thawed."""
-    planned = [layout.trainable for layout, _ in params.plan.leaves.values()]
-    if planned != (now := [leaf.requires_grad for leaf in params.values()]):
-        name, flag = next((n, flag) for n, flag, other in zip(params, now, planned, strict=True) if flag != other)
-        what = "no longer frozen" if flag else "frozen"
-        why = f"Trainer.step: '{name}' is {what} since the model was sharded. Call requires_grad_ before Trainer(...),"
-        raise ShardError(f"{why} or train by trainer(x), loss.backward() and a torch optimizer, which go by it")
-
-
-def _compiling(policy: Policy | Plan | None, compile: bool | Mapping[str, Any]) -> Policy | Plan:
-    """The policy, with the wish to compile in it."""
-    if not compile:
-        return policy if policy is not None else Policy()
-    if isinstance(policy, Plan):
-        raise ValueError("Trainer(compile=...): the plan has decided that; make it with Policy(compile=...)")
-    return (policy or Policy()) | Policy(compile=compile)
-
-
 def _require_own_parts(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
     """What `trainer.module.load_state_dict` copies must be this rank's parts.
 
@@ -569,30 +595,3 @@ def _require_shape(what: str, value: object, shape: tuple[int, ...]) -> None:
     actual = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
     if actual != shape:
         raise ShardError(f"Trainer.load_state_dict: {what} is {actual}, the model has {shape}")
-
-
-def _check_settings(model: Any, optimizer: Any, accumulate: Any, clip: Any, ema: Any, scaler: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"Trainer: expected an nn.Module, got {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, optim.Optimizer):
-        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-        write = f"from_torch({kind.__name__}, lr=1e-3)" if issubclass(kind, torch.optim.Optimizer) else "adamw(1e-3)"
-        name = getattr(optimizer, "__name__", kind.__name__)
-        why = f"Trainer(optimizer={name}): expected one of sf.optim, such as sf.optim.{write}"
-        raise TypeError(f"{why}; or leave it out and give trainer.parameters() to a torch optimizer")
-    for name, value in (("clip", clip), ("ema", ema)):
-        if value is not None and not isinstance(value, int | float):
-            raise TypeError(f"Trainer({name}={value!r}): expected a number, or None")
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"Trainer(scaler={scaler!r}): expected a torch.amp.GradScaler, or None")
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"Trainer(accumulate={accumulate!r}): how many microbatches a step has, at least 1")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"Trainer(clip={clip!r}): the largest gradient norm, above 0, or None")
-    if ema is not None and not 0 <= ema < 1:
-        raise ValueError(f"Trainer(ema={ema!r}): the decay of the average, in [0, 1), or None")
-    of_step = {"accumulate": accumulate > 1, "clip": clip is not None, "ema": ema is not None}
-    if optimizer is None and any(of_step.values()):
-        why = f"Trainer({next(filter(of_step.get, of_step))}=...): trainer.step does that, with Trainer(optimizer=...)"
-        instead = "trainer.no_sync(), trainer.clip_grad_norm_ and sf.tree.ema(average, trainer.params, decay)"
-        raise ValueError(f"{why}; beside a torch optimizer write {instead}")

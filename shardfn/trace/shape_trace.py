@@ -22,7 +22,7 @@ from shardfn.binding import Around, Forward, InnerCall, ModelBinding, Wiring, go
 from shardfn.comm import watched
 from shardfn.context import derivatives_asked_for, having
 from shardfn.layout import MeshSpec, Plan, Policy, Problem, Tag, compute_view, has_derivatives, is_in, unwrapped
-from shardfn.notation import ShardError, of_like_layers
+from shardfn.notation import ShardError, of_like_layers, see
 from shardfn.parallel import Adjustments, ComputeAxes, kept_by_acts, others_forwards, weight_parts, wiring
 from shardfn.random import dropout_modules
 from shardfn.trace import function_mode as beside
@@ -93,7 +93,7 @@ class ShapeTrace:
         except Unserved as failure:
             change = self._change(failure.failure, Policy())
             text = said(change, self.plan, failure.failure) if change is not None else advice(failure.failure)
-            raise ShardError(f"{failure}\n{text}") from failure.__cause__
+            raise see(ShardError(f"{failure}\n{text}"), "forwards") from failure.__cause__
 
     def guards(self, leaves: Sequence[Any]) -> Guards | None:
         """What has to be as it was in the last run, for a call with these leaves; None: what is drawn may decide."""
@@ -358,7 +358,7 @@ class ShapeTrace:
                 raise
             if flow.failed(run.failed_at):
                 return None
-            raise self._failed(adjust, run, error) from error
+            raise see(self._failed(adjust, run, error), "forwards") from error
 
     def _of_both(self, wired: Wiring, run: Interpreter) -> Wiring:
         """The same for a run on both sides: in one process, modules with parallel forwards run their own ones."""

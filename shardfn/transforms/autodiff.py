@@ -17,7 +17,7 @@ from shardfn.context import active_transforms
 from shardfn.engine import Gradients
 from shardfn.layout import Grid, Plan, grid_of, has_derivatives, may_be_differentiated
 from shardfn.layout import Reduction as PlanReduction
-from shardfn.notation import ShardError
+from shardfn.notation import ShardError, see
 from shardfn.params import Mean, Params, data_axes_of, entered, is_tree, map_local
 from shardfn.transforms.module_call import apply
 from shardfn.transforms.unsupported_calls import ours_only
@@ -78,7 +78,8 @@ def value_and_grad(
     if reduce not in ("mean", "sum", None):
         raise ValueError(f"value_and_grad(reduce={reduce!r}): 'mean', 'sum' or None")
     if not callable(loss_fn):
-        raise TypeError(f"value_and_grad: expected a function loss_fn(params, *batch), got {type(loss_fn).__name__}")
+        why = f"value_and_grad: expected a function loss_fn(params, *batch), got {type(loss_fn).__name__}"
+        raise see(TypeError(why), "losses")
     differentiate = differentiator(loss_fn, argnums, has_aux, reduce)
 
     @wraps(loss_fn)
@@ -206,7 +207,7 @@ def explained(verb: str, write: str = _WEIGHT, loss: active_transforms.Different
         if write == _WEIGHT and nn.Module.__setattr__.__code__.co_filename in files:
             write = "A module computes with weights of a tree in sf.apply(model, params, x), not in model(x)"
         why = "the function computes with leaves what DTensors cannot, or mixes them with plain tensors"
-        raise ShardError(f"{verb}: {why}: {str(error).splitlines()[0]}\n{write}") from error
+        raise see(ShardError(f"{verb}: {why}: {str(error).splitlines()[0]}\n{write}"), "losses") from error
 
 
 def _times_ranks(grads: Any) -> Any:
@@ -357,7 +358,7 @@ def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor | None]:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         aux = ", or, for value_and_grad(has_aux=True), (loss, aux)" if isinstance(loss, tuple) else ""
         must = f"value_and_grad: the loss must be a scalar tensor or sf.data.Mean(total, count){aux}"
-        raise ShardError(f"{must}, not {what}")
+        raise see(ShardError(f"{must}, not {what}"), "losses")
     return loss, count
 
 
@@ -366,9 +367,10 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) and not value.dim() else value
 
 
-def value_of(loss: Any, owner: Params) -> Tensor:
-    """What `value_and_grad` with respect to a tree gives for a loss."""
-    return _over_data(comm.pmean_of_losses, _objective(loss, owner)[0], owner)
+def value_of(loss: Any, owner: Params) -> tuple[Tensor, Tensor | None]:
+    """What `value_and_grad` with respect to a tree gives for a loss, and the count of a `Mean`, averaged over ranks."""
+    value, count = _objective(loss, owner)
+    return _over_data(comm.pmean_of_losses, value, owner), count
 
 
 def _over_data(collective: Callable[..., Tensor], value: Tensor, owner: Params | None) -> Tensor:
@@ -406,11 +408,12 @@ def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool, used: bool) -> l
 
 def unused(verb: str, leaves: int) -> ShardError:
     """The error of a function that computes with other parameters than those it is given."""
-    return ShardError(
+    error = ShardError(
         f"{verb}: the loss depends on none of the {leaves} leaves that are differentiated, and all derivatives "
         "would be zeros. Compute with the tree that the loss is given: sf.apply(model, params, x), not model(x), nor "
         "under no_grad, inference_mode or with detach; a torch.utils.checkpoint has some with use_reentrant=False only"
     )
+    return see(error, "losses")
 
 
 def _plain(leaf: Tensor, gradient: Tensor | None, trees: Sequence[Any]) -> Tensor | None:

@@ -22,7 +22,7 @@ from shardfn.binding import Forward, InnerCall, ModelBinding, Wiring, call_now, 
 from shardfn.context import derivatives_asked_for, is_under_way, note_tree, recording, requires_grad
 from shardfn.engine import Borrowed, Session, recomputed
 from shardfn.layout import Grid, Plan, class_of, decide, first_match, grid_of, submodule, unwrapped
-from shardfn.notation import ShardError, did_you_mean
+from shardfn.notation import ShardError, did_you_mean, see
 from shardfn.parallel import Adjustments, ComputeAxes, SplitLogits, kept_by_acts, wiring
 from shardfn.params import Params, plain_leaf
 from shardfn.random import Masks, Offsets, dropout_modules, dropping, offsets_of_call, part_over, stream
@@ -86,14 +86,17 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     """
     if _torch.callback_of_dynamo() is not None:
         instead = "Put sf.jit around the whole step; or Policy(compile=True), which compiles the forward of every unit"
-        raise ShardError(f"apply: torch.compile does not follow what gathers and reduces shards. {instead}")
+        why = f"apply: torch.compile does not follow what gathers and reduces shards. {instead}"
+        raise see(ShardError(why), "compile")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"apply: expected an nn.Module, got {type(model).__name__}; write apply(model, params, x)")
+        why = f"apply: expected an nn.Module, got {type(model).__name__}; write apply(model, params, x)"
+        raise see(TypeError(why), "arguments")
     if not isinstance(params, Params):
         mapped = ". For a dict made of trees: a | b joins them, sf.tree.map(lambda p, g: p - lr * g, a, b) computes"
         hint = mapped if isinstance(params, Mapping) else ""
         made = f"write params = sf.shard(model, mesh, policy){hint}"
-        raise TypeError(f"apply: expected the tree that shard() makes, got {type(params).__name__}; {made}")
+        why = f"apply: expected the tree that shard() makes, got {type(params).__name__}; {made}"
+        raise see(TypeError(why), "trees")
     note_tree(params)
     call = _Call(model, params, method or "__call__")
     thread = get_ident()
@@ -129,7 +132,8 @@ class _Call:
 
     def __init__(self, model: nn.Module, params: Params, method: str) -> None:
         if not hasattr(model, method):
-            raise ShardError(f"apply: {type(model).__name__} has no '{method}'{did_you_mean(method, dir(model))}")
+            why = f"apply: {type(model).__name__} has no '{method}'{did_you_mean(method, dir(model))}"
+            raise see(ShardError(why), "arguments")
         self.model, self.params, self.method = model, params, method
         self.loops = method in _LOOPS
         self.plan = params.plan
@@ -277,7 +281,7 @@ class _Call:
             if isinstance(error, RuntimeError) and (told := escaped(error)) is not None:
                 raise told from error
             if advice := wiring.advice_on(self.plan, self.params.buffers, error):
-                raise ShardError(f"apply: {error}\n{advice}") from error
+                raise see(ShardError(f"apply: {error}\n{advice}"), "forwards") from error
             raise
         finally:
             session.close()
@@ -579,6 +583,7 @@ def _require_one(model: nn.Module, plan: Plan) -> None:
             continue
         shapes = f"{name!r} of shape {tuple(layout.shape)}, the model's has {tuple(param.shape)}"
         if layout.shape[1:] != param.shape:
-            raise ShardError(f"apply: the tree was made for another model, with {shapes}; shard this model")
+            why = f"apply: the tree was made for another model, with {shapes}; shard this model"
+            raise see(ShardError(why), "trees")
         write = "Map over them, sf.vmap(lambda p: sf.apply(model, p, x))(tree), or take one, sf.tree.map(lambda w: w[0]"
         raise ShardError(f"apply: the tree has several members, {shapes}. {write}, tree)")

@@ -35,7 +35,7 @@ from shardfn import _torch
 from shardfn.comm import BucketOnGrid, FreshBuffers, GatherBucket, require_same, weighed
 from shardfn.context import in_forward_mode, is_asked_for, is_under_way, mapped_over
 from shardfn.layout import grid_of
-from shardfn.notation import ShardError, raise_problems
+from shardfn.notation import ShardError, raise_problems, see
 from shardfn.params import Params, entered, is_tree, left, lower, over_params, trees_in
 from shardfn.random import lane, part_over, stream
 from shardfn.transforms.autodiff import explained, grad, plain_gradient, unused
@@ -193,7 +193,7 @@ _torch.refuse_of_dtensors([_torch.JVP], _no_forward_mode)
 def _require_tuples(verb: str, *values: Any) -> None:
     if kinds := [type(value).__name__ for value in values if not isinstance(value, tuple)]:
         what = "primals are the tuple (params, *batch)" if verb == "hvp" else "primals and tangents are tuples"
-        raise TypeError(f"{verb}: {what}, one entry an argument, not {kinds[0]}")
+        raise see(TypeError(f"{verb}: {what}, one entry an argument, not {kinds[0]}"), "transforms")
 
 
 def _entered_alike(verb: str, primals: Any, tangents: Any) -> Any:
@@ -213,7 +213,8 @@ def _require_alike(verb: str, primals: Any, tangents: Any) -> None:
         problems += [f"the tangent has a leaf {name!r}, which the primal has not" for name in other if name not in tree]
         both = [(f"the tangent of {n!r} has shape", other[n].shape, x.shape) for n, x in tree.items() if n in other]
         problems += [f"{what} {tuple(had)}, the primal {tuple(wanted)}" for what, had, wanted in both if had != wanted]
-        raise_problems(verb, [] if _torch.in_transform() and tree.plan != other.plan else problems[:5])
+        told = [] if _torch.in_transform() and tree.plan != other.plan else problems[:5]
+        raise_problems(verb, told, entry="transforms")
         if tree.plan != other.plan:
             raise ShardError(
                 f"{verb}: the tangent has another layout than the primal; sf.reshard it"
@@ -345,7 +346,8 @@ def _as_stacked(tree: Params) -> Params:
     if len(first_dims) != 1:
         shown = ", ".join(f"{size}{''.join(f'@{axis}' for axis in axes)}" for size, axes, _ in sorted(first_dims))
         why = f"vmap: a tree that is mapped over its first dim has leaves with several of them: {shown}"
-        raise ShardError(f"{why}; write in_dims=(None, 0), with a 0 for each further argument that is mapped")
+        why = f"{why}; write in_dims=(None, 0), with a 0 for each further argument that is mapped"
+        raise see(ShardError(why), "transforms")
     ((size, axes, planned),) = first_dims
     return tree if planned else Params(tree, tree.plan.stacked(size, axes), tree.mesh, tree.buffers)
 

@@ -264,6 +264,29 @@ def test_bytes_and_table() -> None:
     assert plan(sf.Policy(), MESH, {}).bytes_per_rank == 0 and str(plan(sf.Policy(), MESH, {}))
 
 
+def test_layers_that_are_alike_are_one_row() -> None:
+    """Names in braces stand for every combination of their numbers, and for nothing else."""
+    names = [f"layers.{i}.{x}" for i in range(12) for x in ("up", "experts.0.w", "experts.1.w")]
+    tensors = {name: torch.ones(8, 8) for name in names} | {"layers.3.up": torch.ones(8, 16), "odd2.w": torch.ones(2)}
+    tensors |= {
+        "head.0.b": torch.ones(4),
+        "head.1.b": torch.ones(4),
+        "stack.0.1": torch.ones(3),
+        "stack.1.0": torch.ones(3),
+    }
+    rows = str(plan(sf.Policy(), sf.MeshSpec(fsdp=2), tensors)).split("\n")[1:-1]
+    assert [row.split("  ")[0] for row in rows] == [
+        "layers.{0,1,2,4,5,6,7,8,9,10,11}.up",
+        "layers.{0..11}.experts.{0,1}.w",
+        "layers.3.up",
+        "odd2.w",
+        "head.{0,1}.b",
+        "stack.0.1",
+        "stack.1.0",
+    ]
+    assert "24 x 128" in rows[1] and "11 x 128" in rows[0]
+
+
 def test_bytes_of_replicas_and_regather() -> None:
     mesh = sf.MeshSpec(replicate=4, fsdp=2)
     model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
@@ -401,7 +424,7 @@ def calls_of_a_plan(layers: int) -> int:
         ),
         (
             sf.Policy(rules={"emb.weight": "v 6@tp"}),
-            r"6 % 4 = 2.\n.*\n.*\n    Write '6@tp\?' to replicate it when it does not divide\.$",
+            r"6 % 4 = 2.\n.*\n.*\n    Write '6@tp\?' to replicate it when it does not divide\.",
         ),
         (
             sf.Policy(rules={"emb.weight": "v c", "layers.*.up.weight": "c f"}),

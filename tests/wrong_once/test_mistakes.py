@@ -1,5 +1,6 @@
 """Mistakes that a new user makes: what each error says to write is put in, and the program runs."""
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -353,7 +354,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "an optimizer of groups of parameters": Mistake(
         lambda mesh: sf.optim.adamw(untyped([{"params": [*_tree(mesh).values()], "lr": 0.1}])),
-        r"write adamw\(lr=1e-3\), and init\(params\) of it$",
+        r"write adamw\(lr=1e-3\), and init\(params\) of it",
         lambda mesh: sf.optim.adamw(lr=1e-3).init(_tree(mesh)),
     ),
     "torch.compile around value_and_grad": Mistake(
@@ -580,8 +581,10 @@ MISTAKES: dict[str, Mistake] = {
 def test_a_mistake_says_what_to_write(name: str) -> None:
     mistake = MISTAKES[name]
     with sf.simulate(fsdp=2, tp=2) as mesh:
-        with pytest.raises((sf.ShardError, TypeError, ValueError, AttributeError, KeyError), match=mistake.says):
+        kinds = sf.ShardError, TypeError, ValueError, AttributeError, KeyError
+        with pytest.raises(kinds, match=mistake.says) as error:
             mistake.wrong(mesh)
+        assert re.search(r"In the docs: errors\.md#[a-z]+", "\n".join(getattr(error.value, "__notes__", ())))
         mistake.mended(mesh)
 
 

@@ -22,7 +22,7 @@ from shardfn._torch import buffers_of, draw_whole_values, parameters_of
 from shardfn.comm import exchange_numbers
 from shardfn.compat.common import FillsBlanks, Sharded, Tree, note_blanks, own_modules, put_shards, spread_inside
 from shardfn.layout import by_all_names, exactly, shards_in, unwrapped
-from shardfn.notation import ShardError
+from shardfn.notation import ShardError, see
 from shardfn.params import initialize
 from shardfn.stateful import REPLACED, take_shards
 
@@ -293,7 +293,8 @@ def told_apart(*values: Any) -> dict[str, Any]:
             continue
         right = next((name for name, kind in _MOVED.items() if isinstance(value, kind)), None)
         if right is None:
-            raise TypeError(f"FullyShardedDataParallel: {name}={value!r} is no {name}, as {_EXAMPLES[name]} is")
+            why = f"FullyShardedDataParallel: {name}={value!r} is no {name}, as {_EXAMPLES[name]} is"
+            raise see(TypeError(why), "classes")
         if right in arguments:
             raise TypeError(f"FullyShardedDataParallel: two values for {right}: {arguments[right]!r} and {value!r}")
         arguments[right] = value
@@ -311,7 +312,7 @@ def the_policy(auto_wrap_policy: Any, fsdp_auto_wrap_policy: Any) -> Any:
         return policy
     if isinstance(policy, type):
         why = f"FullyShardedDataParallel: auto_wrap_policy={policy.__name__} is a class"
-        raise TypeError(f"{why}: write ModuleWrapPolicy({{{policy.__name__}}})")
+        raise see(TypeError(f"{why}: write ModuleWrapPolicy({{{policy.__name__}}})"), "classes")
     # torch up to 1.13 called the third argument of a policy `unwrapped_params`, later versions `nonwrapped_numel`
     try:
         named = inspect.signature(policy).parameters

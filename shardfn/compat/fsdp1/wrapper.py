@@ -42,7 +42,7 @@ from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
 from shardfn.compat.fsdp1.state_dicts import OnClassOrInstance, StateDicts, summon_full_params
 from shardfn.context import having, holding
 from shardfn.layout import WRAPPED, unwrapped
-from shardfn.notation import ShardError
+from shardfn.notation import ShardError, see
 from shardfn.stateful import refuse_held_back
 
 _applying: ContextVar[bool] = ContextVar("applying", default=False)  # an instance around applies a function
@@ -208,7 +208,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         policy = instance.the_policy(moved.pop("auto_wrap_policy", None), fsdp_auto_wrap_policy)
         if not isinstance(mixed_precision, MixedPrecision | None):
             why = f"FullyShardedDataParallel: mixed_precision={mixed_precision!r} is no MixedPrecision"
-            raise TypeError(f"{why}, as MixedPrecision(param_dtype=torch.bfloat16) is")
+            raise see(TypeError(f"{why}, as MixedPrecision(param_dtype=torch.bfloat16) is"), "classes")
         settings = Settings(
             **moved,
             mixed_precision=mixed_precision or MixedPrecision(),
