@@ -36,7 +36,7 @@ bench: .venv/.with-progress,plot ## run every benchmark, 20 minutes: ARGS=--quic
 	$(PY) examples/benchmarks/run.py $(ARGS)
 
 docs: .venv/.with-docs ## build the documentation into site/
-	$(PY) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 check: .venv/.with-check,eco ## lint, formatting and types
 	$(PY) -m ruff check .

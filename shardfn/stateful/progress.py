@@ -64,7 +64,7 @@ class Progress:
 
     def __call__(self, trainer: Any, out: dict[str, Any]) -> None:
         """One more step is done."""
-        if trainer.mesh.get_rank() != 0:
+        if trainer.mesh.get_rank() != 0 or trainer.steps > self._steps:
             return
         if self._bar is None and sys.stderr.isatty() and find_spec("tqdm"):
             from tqdm import tqdm
@@ -73,7 +73,7 @@ class Progress:
             self._bar = tqdm(total=self._steps, initial=trainer.steps - 1, bar_format=line, nrows=2)
         self._tokens += out["tokens"]
         self._seconds += out["seconds"]
-        done, now = trainer.steps >= self._steps, perf_counter()
+        done, now = trainer.steps == self._steps, perf_counter()
         if self._bar is not None:
             self._bar.set_postfix_str(self._line(trainer, out), refresh=False)
             self._bar.update()

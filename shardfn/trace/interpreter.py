@@ -36,7 +36,7 @@ from shardfn.trace.paired_sizes import Paired, Side, Sides, local_of, taken, who
 from shardfn.trace.value_numbering import ValueNumbers
 
 _REPEATING = {"expand", "repeat"}
-_DROPS = re.compile("dropout|attention")  # which may draw alike for the parts of a value, see the guide
+_DROPS = re.compile("dropout|attention")  # which may draw alike for the parts of a value, see docs/howto/dropout.md
 _APART = re.compile(r"detach|(zeros|ones|full|empty|rand\w*)_like|\.new_")  # from what is differentiated
 _VIEWS = {"view", "_unsafe_view", "_reshape_alias"}  # whether a reshape copies depends on strides, and so on sizes
 _NEVER_SEEN = Tag(), 0  # and before anything was written
