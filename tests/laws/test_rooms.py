@@ -44,7 +44,7 @@ ROOMS = {
     "run": "watch",
     "testing": "_torch layout comm",
 }
-FACES = ("shardfn", "shardfn.collectives", "shardfn.data", "shardfn.tree")
+FACES = ("shardfn", "shardfn.__main__", "shardfn.collectives", "shardfn.data", "shardfn.tree")
 PUBLIC_ROOMS = ("optim", "checkpoint", "policies", "testing", "compat", "compat.fsdp1", "compat.fsdp2", "compat.hfai")
 LEAVES = ("shardfn.compat", "shardfn.testing")  # imported by users only
 STATEFUL = ("shardfn.stateful", *LEAVES)  # all else is functions of values
