@@ -4,7 +4,8 @@
 
 The base is split by `from_transformers`. An adapter computes B (A x): beside a column-parallel linear B is split as its
 outputs are, beside a row-parallel one A as its inputs are, and the other half is whole. Only adapters have gradients,
-optimizer states and a file. The weights of the base are random here; a real run loads them.
+optimizer states and a file. At the end base and adapters become one model, for `from_pretrained`. The weights of the
+base are random here; `--base` loads those of a directory.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import shardfn as sf
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTERS = "**.{A,B}.weight"
+ENDINGS = (".A.weight", ".B.weight", ".base.weight", ".base.bias")
 # What is split is split as in the rules of the base (print them: `policy.rules`), `?` included; the rest is whole.
 RULES = {
     "**.q_proj.B.weight": "(heads@tp d) _",
@@ -55,20 +57,31 @@ def add_adapters(model: nn.Module, rank: int) -> None:
                 setattr(module, name, Adapted(child, rank))
 
 
-def make_model(rank: int, seed: int = 0) -> nn.Module:
+def make_base(seed: int = 0) -> transformers.LlamaForCausalLM:
     """A Llama of two layers on bytes, the same on every process."""
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     )
-    model = transformers.LlamaForCausalLM(config)
+
+
+def make_model(rank: int, base: Path | None = None) -> nn.Module:
+    """The base with adapters."""
+    model = make_base() if base is None else transformers.LlamaForCausalLM.from_pretrained(base)
+    torch.manual_seed(1)
     add_adapters(model, rank)
     return model
+
+
+def merge(model: nn.Module, full: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Base and adapters as one, under the names of the base: W + scale B A."""
+    merged = {name.replace(".base.", "."): weight for name, weight in full.items() if ".base." in name}
+    for path, module in model.named_modules():
+        if isinstance(module, Adapted):
+            up, down = full[f"{path}.B.weight"], full[f"{path}.A.weight"]
+            merged[f"{path}.weight"] = merged[f"{path}.weight"] + module.scale * up @ down
+    return merged | {name: weight for name, weight in full.items() if not name.endswith(ENDINGS)}
 
 
 def policy_for(model: nn.Module) -> sf.Policy:
@@ -95,27 +108,28 @@ def train(model: nn.Module, params: sf.Params, batches: text.Batches, steps: int
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Tensor]:
     """Train, save and return the adapters. Every rank calls this."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rank", type=int, default=4, help="of the adapters")
-    parser.add_argument("--out", type=Path, default=Path("adapters.safetensors"))
+    parser.add_argument("--base", type=Path, help="a directory that save_pretrained has written")
+    parser.add_argument("--out", type=Path, default=Path("runs/lora"), help="adapters, and the model with them")
     options = parser.parse_args(argv)
     ranks = sf.make_mesh("cpu", fsdp=-1).size()
     mesh = sf.make_mesh("cpu", fsdp=-1, tp=2 if ranks % 2 == 0 else 1)
-    model = make_model(options.rank)
+    model = make_model(options.rank, options.base)
     params = sf.shard(model, mesh, policy_for(model))
-    adapters = params.select(ADAPTERS)
-    if dist.get_rank() == 0:
-        trained, all_ = (sum(p.numel() for p in tree.values()) for tree in (adapters, params))
-        print(
-            f"{trained:,} of {all_:,} numbers are trained: {sf.typeof(params, 'model.layers.0.mlp.up_proj.B.weight')}"
-        )
     params = train(model, params, text.Batches(text.load_corpus().train, 16, 48), options.steps)
-    trained = params.select(ADAPTERS)
-    sf.checkpoint.save_safetensors(options.out, model, trained)
+    adapters = params.select(ADAPTERS)
+    options.out.mkdir(parents=True, exist_ok=True)
+    sf.checkpoint.save_safetensors(options.out / "adapters.safetensors", model, adapters)
+    full = sf.gather(params, to="rank0")
     if dist.get_rank() == 0:
-        print(f"{options.out}: {len(trained)} adapters, {options.out.stat().st_size:,} bytes")
-    return sf.gather(trained)
+        trained, whole = (sum(x.numel() for x in tree.values()) for tree in (adapters, params))
+        print(f"{trained:,} of {whole:,} numbers were trained; {options.out} has them, and the whole model")
+        alone = make_base() if options.base is None else transformers.LlamaForCausalLM.from_pretrained(options.base)
+        alone.load_state_dict(merge(model, full))
+        alone.save_pretrained(options.out)
+    return sf.gather(adapters)
 
 
 if __name__ == "__main__":

@@ -24,14 +24,21 @@ lora, vit = importlib.import_module("lora"), importlib.import_module("vit")
 
 @pytest.mark.slow
 def test_adapters_are_trained_and_saved(tmp_path: Path) -> None:
-    out = tmp_path / "adapters.safetensors"
-    first, *others = run(lora.main, ["--steps", "12", "--out", str(out)], ranks=4)
-    saved = load_file(out)
+    base = tmp_path / "base"
+    lora.make_base(seed=3).save_pretrained(base)
+    arguments = ["--steps", "12", "--base", str(base), "--out", str(tmp_path / "out")]
+    first, *others = run(lora.main, arguments, ranks=4)
+    saved = load_file(tmp_path / "out" / "adapters.safetensors")
     assert len(saved) == 2 * 7 * 2 and all(name.endswith((".A.weight", ".B.weight")) for name in saved)
     for found in (first, *others):
         assert_parity(found, saved)
-    begun = dict(lora.make_model(4).named_parameters())
+    adapted = lora.make_model(4, base)
+    begun = dict(adapted.named_parameters())
     assert all(not torch.equal(saved[name], begun[name]) for name in saved)
+    adapted.load_state_dict(saved, strict=False)
+    ids = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
+    alone = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(alone(input_ids=ids).logits, adapted(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
 
 
 def _adapted() -> nn.Module:

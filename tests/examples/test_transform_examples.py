@@ -18,8 +18,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 if str(EXAMPLES) not in sys.path:
     sys.path.insert(0, str(EXAMPLES))  # as when torchrun starts one of them
 
-problem, dp_sgd, maml, influence, gradient_penalty = (
-    importlib.import_module(name) for name in ("problem", "dp_sgd", "maml", "influence", "gradient_penalty")
+problem, dp_sgd, maml, influence, gradient_penalty, pinn = (
+    importlib.import_module(name) for name in ("problem", "dp_sgd", "maml", "influence", "gradient_penalty", "pinn")
 )
 Tree = dict[str, Tensor]
 MESHES = ({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2})
@@ -119,6 +119,36 @@ def test_gradient_penalties(mesh: DeviceMesh) -> None:
     bent = torch.func.jvp(gradient, (plain,), (way,))[1]
     found = gradient_penalty.curvature(model, params, x, y)
     torch.testing.assert_close(found, inner_product(way, bent) / inner_product(way, way), rtol=1e-11, atol=1e-11)
+
+
+@on_meshes(*MESHES)
+def test_what_is_left_of_an_equation(mesh: DeviceMesh) -> None:
+    """Its value, and the gradient of its square: two derivatives by points, one by parameters."""
+    net = pinn.make_net().double()
+    params, plain = sf.shard(net, mesh, sf.Policy(rules=pinn.RULES)), dict(net.named_parameters())
+    points = [x.double() for x in pinn.draw_points(0, 8)]
+
+    def u(p: Tree, z: Tensor) -> Tensor:
+        return functional_call(net, p, (z[None],))[0, 0]
+
+    def left(p: Tree, z: Tensor) -> Tensor:
+        second = torch.func.hessian(u, argnums=1)(p, z)
+        return torch.func.grad(u, argnums=1)(p, z)[1] - pinn.A * second[0, 0]
+
+    mine = sf.data.local_batch(points, mesh)
+    wanted = torch.stack([left(plain, z) for z in mine[0]])
+    torch.testing.assert_close(pinn.residual(net, params, mine[0]), wanted, rtol=1e-11, atol=1e-11)
+    grads = sf.grad(lambda p: pinn.residual(net, p, mine[0]).square().mean())(params)
+    whole = torch.func.grad(lambda p: torch.stack([left(p, z) for z in points[0]]).square().mean())(plain)
+    assert_parity(sf.gather(grads), whole, tol=1e-10)
+
+
+@pytest.mark.slow
+def test_a_net_finds_the_temperature_of_a_rod(tmp_path: Path) -> None:
+    """And leaves a picture of it."""
+    errors = run(pinn.main, ["--steps", "300", "--out", str(tmp_path / "heat.png")], ranks=2)
+    assert len(set(errors)) == 1 and errors[0] < 0.1
+    assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
 
 
 def _learns(name: str, steps: tuple[int, int]) -> tuple[float, float]:
