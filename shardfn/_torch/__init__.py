@@ -25,7 +25,7 @@ from shardfn._torch.groups import COMPILES_EXCHANGES, HashStore, all_gather_sing
 from shardfn._torch.groups import apart_from, default_store, exchanging, gather_bytes, gathering, group_named, group_of
 from shardfn._torch.groups import close_all_connections, has_store, is_of_peers, last_calls
 from shardfn._torch.groups import longest_timeout, numbers_of_calls, other_client, share_device_of_gloo
-from shardfn._torch.threads import error_handled_by, frames_of_threads, interrupt
+from shardfn._torch.threads import Place, error_handled_by, interrupt, stacks_of_threads
 from shardfn._torch.groups import reduce_scatter_single, scattering_sum, summing, waited
 from shardfn._torch.memory import address_of, base_of, chunk_cat, copy_each, foreach, fused, holds_data
 from shardfn._torch.memory import set_storage, storage_key, storage_uses, tensor_over, wraps

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 from zlib import crc32
 
 from shardfn._torch import is_of_peers
-from shardfn.notation import ShardError
+from shardfn.notation import ShardError, see
 
 _KEPT = 4096  # entries of a line, so that the first one that differs is found
 _APART, _MILESTONES, _NEWEST = 64, 32, 16  # of how many entries others hear the hashes, and of which
@@ -89,7 +89,7 @@ class Journal:
         """
         if self.over is not None:
             self.heard = True
-            raise ShardError(self.over)
+            raise see(ShardError(self.over), "ranks")
 
     def explained(self, error: RuntimeError) -> Exception:
         """Why a communication failed."""

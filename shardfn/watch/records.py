@@ -5,11 +5,10 @@ import os
 import socket
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from zlib import crc32
 
@@ -117,48 +116,33 @@ def counts_of(lines: Mapping[str, Line], messages: Mapping[str, int]) -> dict[st
     return counts
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def look_at(thread: int) -> tuple[str | None, list[str]]:
     """In which collective a thread waits, if it does, and its stack, innermost first.
 
     A backward on an accelerator runs in a thread of torch's: then it is that one's.
     """
-    now = _torch.frames_of_threads()
-    innermost = now.get(thread)
-    if innermost is None:
-        return None, []
-    others = (frame for ident, frame in now.items() if ident != thread and _is_of_backward(frame))
-    for frame in (innermost, *others):
-        if (waits := _waits_in(frame)) is not None:
-            return waits, _stack(frame)
-    return None, _stack(innermost)
+    now = _torch.stacks_of_threads()
+    own = now.pop(thread, [])
+    for stack in (own, *filter(_is_of_backward, now.values())):
+        if (waits := _waits_in(stack)) is not None:
+            return waits, _places(stack)
+    return None, _places(own)
 
 
-def _is_of_backward(frame: FrameType) -> bool:
+def _is_of_backward(stack: Sequence[_torch.Place]) -> bool:
     """Whether a thread was begun by torch: one of Python's has a function of `threading` at the bottom."""
-    *_, bottom = _frames(frame)
-    return bottom.f_code.co_filename != threading.__file__
+    return bool(stack) and stack[-1].path != threading.__file__
 
 
-def _waits_in(frame: FrameType) -> str | None:
+def _waits_in(stack: Iterable[_torch.Place]) -> str | None:
     name = ""
-    for each in _frames(frame):
-        path = each.f_code.co_filename
+    for path, _, function in stack:
         if path == _CALLS_OF_C:
             continue
         if not path.startswith(_WAITS):
             return name or None
-        name = each.f_code.co_name
+        name = function
     return name or None
-
-
-def _stack(frame: FrameType) -> list[str]:
-    return _places((each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in _frames(frame))
 
 
 def _places(frames: Iterable[tuple[str, int, str]]) -> list[str]:

@@ -14,7 +14,6 @@ import os
 import secrets
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -329,8 +328,8 @@ class Watcher:
         if self._heard_within(_NOTICE):
             return
         print(f"rank {self.record.rank} had to be ended: {self.verdict}", file=sys.stderr)
-        if (frame := _torch.frames_of_threads().get(self._trains)) is not None:
-            traceback.print_stack(frame)
+        for path, line, function in reversed(_torch.stacks_of_threads().get(self._trains, [])):
+            print(f'  File "{path}", line {line}, in {function}', file=sys.stderr)
         sys.stderr.flush()
         os._exit(EXIT_CODE)
 

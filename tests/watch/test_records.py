@@ -7,12 +7,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from launched import until
 
+from shardfn._torch import stacks_of_threads
 from shardfn.testing import run
 from shardfn.watch import records
 from shardfn.watch.records import Record
@@ -57,6 +60,23 @@ def test_a_thread_that_computes_does_not_wait() -> None:
         assert waits is None
         assert "in wait" in stack[0]
         event.set()
+
+
+def test_where_all_threads_are(tmp_path: Path) -> None:
+    """As `traceback` says it, also in a file with another alphabet in its name; the deepest 100 frames."""
+    path = tmp_path / "späť.py"
+    path.write_text("def down(n, then):\n    return down(n - 1, then) if n else then()\n")
+    module: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), module)
+    for depth, shown in ((3, 4), (200, 98)):
+        event = threading.Event()
+        with _in_thread(partial(module["down"], depth, event.wait)) as thread:
+            until(lambda thread=thread, shown=shown: len(stacks_of_threads()[thread]) > shown)
+            stack = stacks_of_threads()[thread]
+            assert [place for place in stack if place.path == str(path)] == [(str(path), 2, "down")] * shown
+            assert stack[0].function == "wait" and stack[0].path == threading.__file__
+            assert threading.get_ident() in stacks_of_threads()
+            event.set()
 
 
 def _waiting_rank() -> None:
