@@ -241,7 +241,7 @@ def moves(draw: st.DrawFn, dtypes: Sequence[str] = DTYPES) -> tuple[Case, Case]:
 EXAMPLES = Counter[str]()
 
 
-FEW, MORE = 50, 300  # examples of a property in `make test`, in `make test-all`
+FEW, MORE = 50, 200  # examples of a property in `make test`, in `make test-all`
 
 
 def fewer_everyday(share: float, in_all: float = 1.0) -> float:
