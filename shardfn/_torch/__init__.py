@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardfn._torch.autograd import HOOKING, accumulates, after_backward, backward_id, blank_gradients, grad_dtypes_of
 from shardfn._torch.autograd import has_gradient_hooks, has_hooks, in_reentrant_checkpoint, in_selective_checkpoint
 from shardfn._torch.autograd import made_before, metadata_of, node_that_runs, number_of, out_of_inference_mode
-from shardfn._torch.autograd import profiled, users_backward, watch_backward
+from shardfn._torch.autograd import profiles, users_backward, watch_backward
 from shardfn._torch.dispatch import LAZY_MODULES, asks_for_values, backend_for_graphs, base_name, dispatch_modes
 from shardfn._torch.dispatch import draw_whole_values
 from shardfn._torch.dispatch import function_modes, is_mutable, masks_pick_all, named_arguments, one_for_each

@@ -82,15 +82,7 @@ made_before: Callable[[], int] = attrgetter("_C._autograd._get_sequence_nr")(tor
 metadata_of: Callable[[Any], dict[Any, Any]] = attrgetter("metadata")  # a dict that lives as long as a node of a graph
 
 
-_profiles: Callable[[], bool] = attrgetter("_profiler_enabled")(torch.autograd)
-_NOTHING = nullcontext()
-
-
-def profiled(name: Callable[[], str] | None, prefix: str = "") -> AbstractContextManager[Any]:
-    """What is done within has a name in torch's profiler, while one runs; else this costs a tenth of a microsecond."""
-    if name is None or not _profiles():
-        return _NOTHING
-    return torch.profiler.record_function(prefix + name())
+profiles: Callable[[], bool] = attrgetter("_profiler_enabled")(torch.autograd)  # whether torch's profiler runs
 
 
 def out_of_inference_mode() -> AbstractContextManager[Any]:

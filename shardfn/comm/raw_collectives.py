@@ -6,17 +6,20 @@ and `sum_flat_` communicate neither over a single rank nor on a meta tensor; the
 """
 
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from shardfn import _torch
 from shardfn.comm import gloo_messages
 from shardfn.comm.flat_memory import Buffers, FreshBuffers
 from shardfn.notation import ShardError
 
+_NOTHING = nullcontext()
 _HALVES = (torch.float16, torch.bfloat16)
 # Integers that gloo and NCCL cannot add, and the dtype they travel in. Narrowing back keeps the sum modulo 2**bits.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
@@ -109,7 +112,8 @@ class AsyncCollective:
 
     def __init__(self, steps: Steps, explain: Explain | None = None, name: Callable[[], str] | None = None) -> None:
         """`explain` may know why a wait failed; `name` is what a profiler shows."""
-        self._steps, self._explain, self._name = steps, explain, name
+        self._steps, self._explain = steps, explain
+        self._name = name() if name is not None and _torch.profiles() else None
         self._works: Works = []
         self._result: list[Tensor] | None = None
         self.advance()
@@ -119,7 +123,7 @@ class AsyncCollective:
         if self._result is not None:
             return
         try:
-            with _torch.profiled(self._name, "wait for "):
+            with _NOTHING if self._name is None else record_function(f"wait for {self._name}"):
                 for work in self._works:
                     work.wait()
         except RuntimeError as error:
@@ -129,7 +133,7 @@ class AsyncCollective:
             raise self._explain(error) from error
         self._works = []
         try:
-            with _torch.profiled(self._name):
+            with _NOTHING if self._name is None else record_function(self._name):
                 self._works = next(self._steps)
         except StopIteration as end:
             self._result = end.value

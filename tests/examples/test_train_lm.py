@@ -122,7 +122,7 @@ def _local_rows(argv: list[str]) -> tuple[int, list[list[int]]]:
     """Which part of the data this rank has, and its inputs."""
     options = train_lm.parse(argv)
     mesh = sf.make_mesh("cpu", **options.mesh)
-    job = train_lm.Job(options, mesh, text.Corpus(RAMP, RAMP), None)
+    job = train_lm.Job(options, mesh, text.Corpus(RAMP, RAMP), None, 0.0)
     return sf.data.rank(mesh)[0], job.local(text.Batches(RAMP, options.batch, 7)(3))[0].tolist()
 
 

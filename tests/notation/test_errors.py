@@ -17,14 +17,14 @@ def test_did_you_mean_names_the_closest() -> None:
 
 def test_all_problems_are_one_error() -> None:
     raise_problems("plan", [])
-    with pytest.raises(ShardError, match=r"^plan: first$"):
+    with pytest.raises(ShardError, match=r"(?m)^plan: first$"):
         raise_problems("plan", ["first"])
-    with pytest.raises(ShardError, match=r"^plan: 2 problems\n1\. first\n2\. second$"):
+    with pytest.raises(ShardError, match=r"(?m)^plan: 2 problems\n1\. first\n2\. second$"):
         raise_problems("plan", ["first", "second"])
     assert issubclass(ShardError, ValueError)
-    with pytest.raises(ShardError, match=r"^load: 4 problems\n1\. a\n    b\nand 3 more$"):
+    with pytest.raises(ShardError, match=r"(?m)^load: 4 problems\n1\. a\n    b\nand 3 more$"):
         raise_problems("load", ["a\n    b", "c", "d", "e"], lines=4)
-    with pytest.raises(ShardError, match=r"^load: 3 problems\n1\. a\n2\. c\n3\. d$"):
+    with pytest.raises(ShardError, match=r"(?m)^load: 3 problems\n1\. a\n2\. c\n3\. d$"):
         raise_problems("load", ["a", "c", "d"], lines=4)
 
 
@@ -39,7 +39,9 @@ def test_problems_of_like_layers_are_one() -> None:
         "2. 'norm' is alone\n"
         "3. 'layers.2.up' has 6 rows."
     )
-    with pytest.raises(ShardError, match=r"^plan: 'layers\.0\.up' .*\n .*\n .*\n    The same for 'layers\.1\.up'\.$"):
+    with pytest.raises(
+        ShardError, match=r"(?m)^plan: 'layers\.0\.up' .*\n .*\n .*\n    The same for 'layers\.1\.up'\.$"
+    ):
         raise_problems("plan", of_layers[:2])
     in_front = [f"{i}.weight (6, 6): bad rule\n    a@tp" for i in range(3)] + ["7 % 2 = 1", "6 % 2 = 1"]
     with pytest.raises(ShardError) as error:
@@ -50,6 +52,6 @@ def test_problems_of_like_layers_are_one() -> None:
     )
     nested = [f"'layers.{i}.experts.{j}.up' in 'layers.{i}'" for i in range(2) for j in range(3)]
     with pytest.raises(
-        ShardError, match=r"^plan: .*\n    The same for 5 more, '.*0\.experts\.1\.up' to '.*experts\.2\.up'"
+        ShardError, match=r"(?m)^plan: .*\n    The same for 5 more, '.*0\.experts\.1\.up' to '.*experts\.2\.up'"
     ):
         raise_problems("plan", nested)

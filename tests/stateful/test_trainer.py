@@ -1215,8 +1215,8 @@ def test_a_loss_that_is_called_otherwise_says_how_it_is_called(mesh: DeviceMesh)
         for call in (trainer.step, trainer.evaluate):
             with pytest.raises((AttributeError, TypeError)) as caught:
                 call(*batch)
-            assert "loss_fn(params, *batch)" in caught.value.__notes__[0]
-            assert "sf.apply(model, params, x)" in caught.value.__notes__[0]
+            assert "loss_fn(params, *batch)" in "".join(caught.value.__notes__)
+            assert "sf.apply(model, params, x)" in "".join(caught.value.__notes__)
 
 
 def test_a_state_dict_without_the_prefix_of_a_compiled_model_says_what_to_write() -> None:
