@@ -20,4 +20,4 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     def shown(marker: re.Match[str]) -> str:
         return f"```python\n{(root / marker[1]).read_text(encoding='utf-8')}```"
 
-    return re.sub(r"<!-- file: (\S+) -->", shown, markdown)
+    return re.sub(r"^<!-- file: (\S+) -->$", shown, markdown, flags=re.MULTILINE)

@@ -70,7 +70,7 @@ def draw(path: Path | None, net: nn.Module, size: int = 101) -> float:
 
         figure = Figure(figsize=(9, 3.4), layout="constrained")
         for axes, values, title in zip(figure.subplots(1, 2), (found, error), ("u", "error"), strict=True):
-            image = axes.imshow(values.reshape(size, size), extent=(0, 1, 0, 1), origin="lower", aspect="auto")
+            image = axes.imshow(values.reshape(size, size).numpy(), extent=(0, 1, 0, 1), origin="lower", aspect="auto")
             axes.set(xlabel="t", ylabel="x", title=title)
             figure.colorbar(image)
         figure.savefig(path, dpi=110)
