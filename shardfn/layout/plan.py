@@ -338,8 +338,10 @@ class Plan:
             groups.setdefault((names, layout.shape, str(layout.rule), layout.dtype, leaves), []).append(layout)
         for group in groups.values():
             name, unit = _in_one([x.name for x in group]), _in_one([x.unit for x in group])
-            together = name is not None and unit is not None
-            yield from [(name, unit, group[0], len(group))] if together else [(x.name, x.unit, x, 1) for x in group]
+            if name is not None and unit is not None:
+                yield name, unit, group[0], len(group)
+            else:
+                yield from ((x.name, x.unit, x, 1) for x in group)
 
     # -- plans of trees inside a transform -----------------------------------------------------------------------------
 

@@ -89,8 +89,10 @@ def from_torch(cls: type[optim.Optimizer], *, elementwise: bool = False, **kwarg
     adapter = _FromTorch(cls, dict(kwargs), elementwise)
     adapter.make([torch.zeros(1, 1)], torch.zeros((), dtype=torch.int64))  # torch checks its options
     default = inspect.signature(cls).parameters.get("lr")
-    rate = partial(base.rate_at, f"from_torch({cls.__name__})", "lr", kwargs.get("lr", default and default.default))
-    return Optimizer(adapter.init, adapter.update, adapter.step, (lambda state: rate(state.step)) if default else None)
+    if default is None:
+        return Optimizer(adapter.init, adapter.update, adapter.step)
+    rate = partial(base.rate_at, f"from_torch({cls.__name__})", "lr", kwargs.get("lr", default.default))
+    return Optimizer(adapter.init, adapter.update, adapter.step, lambda state: rate(state.step))
 
 
 def _acts_as_one_of(cls: type, known: Sequence[type]) -> bool:

@@ -307,16 +307,13 @@ class Trainer(nn.Module):
         Raises:
             ShardError: there is no batch.
         """
-        total: Any = 0.0
-        count: Any = 0.0
-        tokens = number = 0
-        for batch in batches:
-            out, weight = self._evaluate(tuple(batch) if isinstance(batch, tuple | list) else (batch,))
-            total, count = total + out["loss"].double() * weight, count + weight
-            tokens, number = tokens + out["tokens"], number + 1
-        if not number:
+        found = [self._evaluate(tuple(x) if isinstance(x, tuple | list) else (x,)) for x in batches]
+        if not found:
             raise ShardError("Trainer.evaluate_all: there is no batch; an iterator can be gone through once only")
-        return {"loss": (total / count).to(out["loss"].dtype), "tokens": tokens, "batches": number}
+        total = torch.stack([out["loss"].double() * weight for out, weight in found]).sum()
+        loss = total / sum(weight for _, weight in found)
+        tokens = sum(out["tokens"] for out, _ in found)
+        return {"loss": loss.to(found[0][0]["loss"].dtype), "tokens": tokens, "batches": len(found)}
 
     def _evaluate(self, batch: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
         """What `evaluate` returns, and how much that counts beside other batches."""
