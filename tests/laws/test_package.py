@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -49,7 +48,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site,) = home.glob("lib/python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    (site / "torch.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # whose own .pth files are not read
+    here = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "torch.pth").write_text("".join(f"{path}\n" for path in here))  # whose own .pth files are not read
     return home / "bin" / "python"
 
 
