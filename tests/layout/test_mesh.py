@@ -21,11 +21,18 @@ from shardfn.layout.policy import BATCH_AXES
 from shardfn.testing import run
 
 
-def _printed_at_the_end(text: str) -> str:
+def _printed_at_the_end(text: str, wrapped: bool = False) -> str:
+    """What the hook of a rank prints; `wrapped`: somebody else has put one around it, and there was another mesh."""
     sf.make_mesh("cpu", fsdp=2)
+    hook = sys.excepthook
+    if wrapped:
+        sys.excepthook = lambda *error: hook(*error)
+        sf.make_mesh("cpu", fsdp=2)
+        assert sys.excepthook is not hook
     error = sf.ShardError(text.format(dist.get_rank()))
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         sys.excepthook(sf.ShardError, error, None)
+    sys.excepthook = hook
     return printed.getvalue()
 
 
@@ -35,6 +42,8 @@ def test_an_error_of_all_ranks_is_printed_in_whole_by_one() -> None:
     rank = next(rank for rank, text in enumerate(same) if name not in text)
     assert same[rank] == f"[rank{rank}]: the same ShardError, shard: 2 problems\n"
     assert f"{name}shard: 2 problems\n" in same[1 - rank] and "2. another" in same[1 - rank]
+    wrapped = run(_printed_at_the_end, "shard: around", True, ranks=2)
+    assert sorted("the same ShardError" in text for text in wrapped) == [False, True], "one has it in whole"
     different = run(_printed_at_the_end, "of rank {}", ranks=2)
     assert [text.partition(": ")[2].strip() for text in different] == [f"{name}of rank {rank}" for rank in range(2)]
 
