@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from launched import until
 
-from shardfn._torch import stacks_of_threads
+from shardfn._torch import Place, stacks_of_threads
 from shardfn.testing import run
 from shardfn.watch import records
 from shardfn.watch.records import Record
@@ -77,6 +78,16 @@ def test_where_all_threads_are(tmp_path: Path) -> None:
             assert stack[0].function == "wait" and stack[0].path == threading.__file__
             assert threading.get_ident() in stacks_of_threads()
             event.set()
+
+
+@pytest.mark.parametrize(("bottom", "waits"), [("train.py", "all_reduce"), (threading.__file__, None)])
+def test_a_backward_in_a_thread_of_torch(monkeypatch: pytest.MonkeyPatch, bottom: str, waits: str | None) -> None:
+    """Which waits in the place of the one that trains; not so a thread of Python's."""
+    in_torch = Place(dist.distributed_c10d.__file__, 7, "all_reduce")
+    stacks = {1: [Place("train.py", 3, "main")], 2: [in_torch, Place("model.py", 4, "hook"), Place(bottom, 5, "run")]}
+    monkeypatch.setattr("shardfn._torch.stacks_of_threads", lambda: dict(stacks))
+    assert records.look_at(1)[0] == waits
+    assert records.look_at(1)[1][0] == ("train.py:3 in main" if waits is None else "model.py:4 in hook")
 
 
 def _waiting_rank() -> None:
