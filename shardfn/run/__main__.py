@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # One that ended so has saved with all others; those that were not yet out may have got a signal.
         if Stopped.STATUS in {failure.exitcode for failure in error.failures.values()}:
             return Stopped.STATUS
-        print(_told(*first_of(error.failures)), file=sys.stderr)
+        print(told(*first_of(error.failures)), file=sys.stderr)
         return 1
     except SignalException as error:  # ranks had half a minute to save
         return Stopped.STATUS if error.sigval == signal.SIGTERM else 128 + error.sigval
@@ -50,12 +50,15 @@ def first_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailur
     return first, failures[first]
 
 
-def _told(rank: int, failure: ProcessFailure) -> str:
+def told(rank: int, failure: ProcessFailure) -> str:
     """What the first rank that failed says."""
     data = failure.error_file_data.get("message", "")
     text = data.get("extraInfo", {}).get("py_callstack") or data["message"] if isinstance(data, dict) else str(data)
-    lines = text.strip().splitlines()[-_SHOWN:] if text not in ("", "<NONE>") else ["it has left no error"]
-    how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with status {failure.exitcode}"
+    if text not in ("", "<NONE>"):  # a signal of the launcher may have come to it afterwards
+        how, lines = "with an error", text.strip().splitlines()[-_SHOWN:]
+    else:
+        how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with status {failure.exitcode}"
+        lines = ["it has left no error"]
     return "\n".join([f"shardfn.run: rank {rank} failed first, {how}, at {failure.timestamp_isoformat()}:", *lines])
 
 

@@ -11,7 +11,7 @@ import pytest
 from launched import Launched, Log, until
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shardfn.run.__main__ import first_of
+from shardfn.run.__main__ import first_of, told
 
 TRAIN, STEPS = Path(__file__).with_name("train.py"), 50
 
@@ -33,8 +33,7 @@ def test_the_first_error(tmp_path: Path) -> None:
     )
     code, output = Launched("--nproc-per-node", "2", str(script), "--its-own").end()
     assert code == 1, output
-    first = "shardfn.run: rank 1 failed first, with status 1"
-    assert first in output, output
+    assert "shardfn.run: rank 1 failed first, with an error" in output, output
     assert output.rstrip().endswith("ValueError: no such file: --its-own")
 
 
@@ -50,6 +49,18 @@ def test_the_first_of_two_errors_in_a_second(tmp_path: Path) -> None:
     assert first_of(failures)[0] == 1
     failures[2] = ProcessFailure(2, 0, -9, str(tmp_path / "none"))  # killed without a word, found out about now
     assert first_of(failures)[0] == 1
+
+
+def test_how_the_first_failed(tmp_path: Path) -> None:
+    said = {"message": "no", "extraInfo": {"timestamp": "10", "py_callstack": "ValueError: no"}}
+    (file := tmp_path / "0.json").write_text(json.dumps({"message": said}))
+    signalled = told(0, ProcessFailure(0, 0, -signal.SIGTERM, str(file)))  # after its error, by the launcher
+    assert signalled.startswith("shardfn.run: rank 0 failed first, with an error, at "), signalled
+    assert signalled.endswith("\nValueError: no")
+    for status, how in ((-signal.SIGKILL, "by SIGKILL"), (3, "with status 3")):
+        alone = told(1, ProcessFailure(1, 0, status, str(tmp_path / "none")))
+        assert alone.startswith(f"shardfn.run: rank 1 failed first, {how}, at "), alone
+        assert alone.endswith("\nit has left no error")
 
 
 @pytest.mark.slow
