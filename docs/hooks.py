@@ -1,12 +1,16 @@
 """Front page and changelog of the site are the files of the repository, so that they cannot differ from them.
 
-And `<!-- file: examples/transforms/pinn.py -->` in a page is that file.
+`<!-- file: examples/transforms/pinn.py -->` in a page is that file. Names in code, `sf.gather(params)`, are links.
 """
 
 import re
 from pathlib import Path
 from typing import Any
 
+# Links, headings and blocks stay as they are; what is left of a page may have names in code.
+KEPT = re.compile(r"<(a|h[1-6]|pre)\b.*?</\1>", re.DOTALL)
+NAME = re.compile(r"<code>sf\.([A-Za-z_.0-9]+)[^<]*</code>")
+SAME = ("reshard", "check")  # functions in modules of the same names
 SOURCES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
 
 
@@ -21,3 +25,17 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         return f"```python\n{(root / marker[1]).read_text(encoding='utf-8')}```"
 
     return re.sub(r"^<!-- file: (\S+) -->$", shown, markdown, flags=re.MULTILINE)
+
+
+def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
+    """Have names of the library in code lead to their entries; those without one stay as they are."""
+
+    def link(name: re.Match[str]) -> str:
+        path = f"{name[1]}.{name[1]}" if name[1] in SAME else name[1]
+        return f'<autoref identifier="shardfn.{path}" optional>{name[0]}</autoref>'
+
+    parts, end = [], 0
+    for kept in KEPT.finditer(html):
+        parts += [NAME.sub(link, html[end : kept.start()]), kept[0]]
+        end = kept.end()
+    return "".join([*parts, NAME.sub(link, html[end:])])
