@@ -162,6 +162,7 @@ _DRAWS = tuple(
     for names, overloads in {
         "uniform_ normal_ exponential_ cauchy_ log_normal_ geometric_ random_ rand_like randn_like": "default",
         "bernoulli_": "float",
+        "bernoulli": "default",
         "random_": "from to",
         "randint_like": "default low_dtype",
     }.items()
@@ -181,7 +182,9 @@ def draw_whole_values() -> None:
 def _draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *how = args
     if tensor._local_tensor.device.type == "cpu" and not any(placement.is_partial() for placement in tensor.placements):
-        full = operation(torch.empty(tensor.shape, dtype=tensor.dtype), *how, **kwargs)
+        takes_values = operation is torch.ops.aten.bernoulli.default
+        whole = tensor.full_tensor() if takes_values else torch.empty(tensor.shape, dtype=tensor.dtype)
+        full = operation(whole, *how, **kwargs)
         part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
         if not operation._schema.is_mutable:
             return part

@@ -1,12 +1,12 @@
 """The values that a tree begins with: those of a model, of one rank, or what `init` puts into meta tensors.
 
-Filled by `init`, they do not depend on the mesh. Values in files come from `checkpoint/safetensors.py`.
+What `init` does is in `meta_init.py`. Values in files come from `checkpoint/safetensors.py`.
 """
 
 import hashlib
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn import _torch, layout
-from shardfn.comm import VALUES, agree, digest, empty_shards, leaf_spec, whole
+from shardfn.comm import VALUES, agree, agree_on, empty_shards, failing_together, leaf_spec, whole
 from shardfn.layout import Grid, Layout, Plan, Policy, named_buffers, named_parameters, own_parts, plan, to_leaves
 from shardfn.notation import ShardError, see
+from shardfn.params.meta_init import ALIKE, Init, initialized
 from shardfn.params.tree import Params
-
-Init: TypeAlias = Callable[[Any], Any]  # fills the meta tensors of the module that it is given
 
 
 class Origin(NamedTuple):
@@ -89,10 +88,16 @@ class NewTree:
         named, buffers = named_parameters(model), named_buffers(model)
         done: set[str] = set()
         if init is not None and isinstance(model, nn.Module) and src is None:
-            for name, full in _initialized(model, init, seed, grid.device, buffers, held):
-                done.add(name)
-                self.cut(layouts[name], full)
-                del full  # the next tensor is not made before this one is gone
+            samples: list[str] = []
+            with failing_together(self.mesh, "shard"):
+                for name, full in initialized(model, init, seed, grid.device, buffers, held):
+                    done.add(name)
+                    samples.append(f"{VALUES} '{name}' {sampled(full)}")
+                    self.cut(layouts[name], full)
+                    del full  # the next tensor is not made before this one is gone
+                samples += [f"{VALUES} '{name}' {sampled(x)}" for name, x in buffers.items()]
+            if not _torch.simulated():
+                agree_on(self.mesh, "shard: init", samples, instead=f". {ALIKE}")
         for one in layouts.values():
             if one.name not in done and one.name not in held:
                 value = named[one.name]
@@ -115,6 +120,7 @@ class NewTree:
 
     def wrapped(self) -> Params:
         """The tree."""
+        _torch.draw_whole_values()  # torch.randn_like(leaf) is that of one process
         shards = ((name, self.shards[name]) for name in self.plan.leaves if name in self.shards)
         leaves = ((name, _torch.wrap_local(x, leaf_spec(self.plan, self.grid, name, x.dtype))) for name, x in shards)
         return Params(leaves, self.plan, self.mesh, self.buffers)
@@ -209,72 +215,3 @@ def from_src(tensor: Tensor, src: int | None, grid: Grid) -> Tensor:
         if data.numel() and all(grid.coords[other] == origin[other] for other in later):
             dist.broadcast(data, group=grid.groups[axis], group_src=origin[axis])
     return full
-
-
-def _initialized(
-    model: nn.Module, init: Init, seed: int, device: torch.device, buffers: dict[str, Tensor], held: Container[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """(first name, full tensor) of every meta parameter that is not `held`; replaces meta tensors in `buffers`.
-
-    Values of the tensors in `held`, by first names, come from elsewhere: modules without others are left out.
-
-    `init` is called on a copy of each module that owns meta tensors. The caller cuts its shard from what is yielded and
-    lets go, so that one module's tensors at a time are whole.
-
-    Raises:
-        ShardError: `init` left a tensor unfilled.
-    """
-    named = (*named_parameters(model).items(), *buffers.items())
-    first_names = {id(tensor): names[0] for tensor, names in layout.by_all_names(named)}
-    for path, module in model.named_modules():
-        owned = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(tensor.is_meta and first_names[id(tensor)] not in held for tensor in owned):
-            filled = _filled(module, path, init, digest([f"{seed}:{path}"]), device)
-            for name, buffer in tuple(buffers.items()):
-                buffers[name] = filled.get(id(buffer), buffer)  # under all of its names
-            for tensor in module.parameters(recurse=False):
-                name = first_names[id(tensor)]
-                if name.rpartition(".")[0] == path and id(tensor) in filled and name not in held:
-                    yield name, filled.pop(id(tensor))
-            filled = {}  # or this module would still be whole while the next one is filled
-
-
-def _filled(module: nn.Module, path: str, init: Init, seed: int, device: torch.device) -> dict[int, Tensor]:
-    """id of a meta tensor that `module` owns -> what `init` puts in its place."""
-    tables: list[dict[str, Tensor | None]] = [module.__dict__[kind] for kind in ("_parameters", "_buffers")]
-    # What a module leaves out (a bias that is None) stays out.
-    blanks = ({name: None if x is None else _blank(x, device) for name, x in tensors.items()} for tensors in tables)
-    copy = layout.shallow_copy(module, *blanks)
-    devices = [device.index or 0] if device.type != "cpu" else []
-    with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(seed)
-        try:
-            init(copy)
-        except Exception as error:
-            error.add_note(f"in init of {path or '(the model)'!r}, a {type(copy).__name__}")
-            raise
-    filled: dict[int, Tensor] = {}
-    for attribute, meta in (item for tensors in tables for item in tensors.items()):
-        if meta is not None and meta.is_meta and id(meta) not in filled:
-            filled[id(meta)] = _checked(f"{path}.{attribute}".removeprefix("."), getattr(copy, attribute), meta)
-    return filled
-
-
-def _blank(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory for a meta tensor, filled with NaN so that what stays unfilled is noticed; other tensors are copied."""
-    if tensor.is_meta or isinstance(tensor, DTensor):
-        like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if isinstance(tensor, DTensor) else tensor
-        blank = torch.full_like(like, float("nan") if layout.may_be_differentiated(like) else 0, device=device)
-    else:
-        blank = tensor.detach().to(device, copy=True)
-    return nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
-
-
-def _checked(name: str, tensor: Tensor | None, meta: Tensor) -> Tensor:
-    """What `init` made of a meta tensor, if it is one that can stand for it."""
-    if tensor is None or tensor.is_meta or (layout.may_be_differentiated(tensor) and bool(tensor.isnan().any())):
-        raise ShardError(f"shard: init left '{name}' unfilled; it must fill every tensor of the module it is given")
-    if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
-        was, now = (f"{tuple(x.shape)} {x.dtype}" for x in (meta, tensor))
-        raise ShardError(f"shard: init replaced '{name}', {was}, by a tensor {now}; it must keep shapes and dtypes")
-    return tensor.detach()

@@ -352,8 +352,8 @@ def _saying_what_mixes() -> Iterator[None]:
             raise  # a differentiation says it for its own function
         raise ShardError(
             f"tree.map: the function mixes leaves, which are DTensors, with plain tensors: {str(error).splitlines()[0]}"
-            "\nCompute with Python numbers. A number for each member of a stack goes through sf."
-            "vmap(lambda x, p: sf.tree.map(lambda w: x * w, p))(numbers, tree); a whole leaf is sf.gather(tree)[name]"
+            "\nCompute with Python numbers. Noise is torch.randn_like(leaf), a whole leaf sf.gather(tree)[name]. "
+            "A number for each member of a stack: sf.vmap(lambda x, p: sf.tree.map(lambda w: x * w, p))(numbers, tree)"
         ) from error
 
 
@@ -409,17 +409,34 @@ def _without_padding(tree: Params, name: str, result: Any) -> Any:
 
 def _on_parts(fn: Callable[..., Any], tree: Params, name: str, leaves: Sequence[Any]) -> Any:
     """`fn` of this rank's parts of a leaf; what it takes from elsewhere is marked where it meets them."""
-    with _Meeting(tree.mesh, tree.plan.leaves[name][1].axes, leaves) if name in tree.plan.leaves else nullcontext():
+    with _Meeting(tree, name, leaves) if name in tree.plan.leaves else nullcontext():
         return fn(*leaves)
 
 
-class _Meeting(TorchFunctionMode):
-    """Within it a plain tensor that asks for a gradient (a learnt step size) has that of all parts of a leaf."""
+# What draws a number for each element: the same ones for the parts of all ranks.
+DRAWS = frozenset(
+    "rand rand_like randn randn_like randint randint_like normal uniform exponential cauchy log_normal geometric "
+    "random bernoulli poisson dropout alpha_dropout feature_alpha_dropout gumbel_softmax".split()
+)
 
-    def __init__(self, mesh: DeviceMesh, axes: Sequence[str], parts: Iterable[Any]) -> None:
+
+def drawn_for_parts(name: str, leaf: str) -> str:
+    """Why a function inside a transform may not draw numbers for a leaf, and what to write."""
+    why = f"{name} would draw the same numbers for the parts of {leaf!r} on all ranks"
+    return f"{why}. Draw outside, noise = sf.tree.map(torch.randn_like, params), and pass the tree as an argument"
+
+
+class _Meeting(TorchFunctionMode):
+    """Within it a plain tensor that asks for a gradient (a learnt step size) has that of all parts of a leaf.
+
+    What would draw numbers for the parts of a leaf is refused.
+    """
+
+    def __init__(self, tree: Params, name: str, parts: Iterable[Any]) -> None:
         super().__init__()
-        self._mesh, self._axes = mesh, axes
+        self._mesh, self._name, self._axes = tree.mesh, name, tree.plan.leaves[name][1].axes
         self._parts = {id(part): part for part in parts}
+        self._shapes = {part.shape for part in self._parts.values() if isinstance(part, Tensor)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat, structure = _torch.pytree.tree_flatten((args, kwargs or {}))
@@ -427,6 +444,9 @@ class _Meeting(TorchFunctionMode):
         if meets and len(flat) > 1:
             args, kwargs = _torch.pytree.tree_unflatten([self._varied(x) for x in flat], structure)
         out = func(*args, **(kwargs or {}))
+        draws = func.__name__.strip("_") in DRAWS and isinstance(out, Tensor) and out.shape in self._shapes
+        if draws and self._axes:
+            raise ShardError(f"tree.map: {drawn_for_parts(func.__name__, self._name)}")
         if meets:
             self._parts |= {id(x): x for x in _torch.pytree.tree_leaves(out) if isinstance(x, Tensor)}
         return out

@@ -20,15 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn import _torch
-from shardfn._torch import (
-    buffers_of,
-    children_of,
-    draw_whole_values,
-    dtypes_of,
-    parameters_of,
-    refresh_flat_weights,
-    unwrap_local,
-)
+from shardfn._torch import buffers_of, children_of, dtypes_of, parameters_of, refresh_flat_weights, unwrap_local
 from shardfn.binding import with_tables
 from shardfn.comm import buckets
 from shardfn.layout import CLASS, OWN, Grid, Plan, Policy, Reduction, grid_of, note_shard, submodule, unwrapped
@@ -219,7 +211,6 @@ def install(model: nn.Module, params: Params) -> ModuleShards:
     An optimizer that still has the old ones is refused when it steps.
     """
     watch_optimizers()
-    draw_whole_values()
     new_params: dict[str, nn.Parameter] = {}
     done: set[tuple[int, str]] = set()  # several objects may stand before one module, and share its tables
     for module, attribute, name, leaves in _owned(model, params.plan):

@@ -282,16 +282,22 @@ _this_rank: list[int] = []  # in a worker: its rank
 # The parent: teams of workers
 
 
+# Ranks that torchrun starts differ in the order of their sets; those of a server would all have the same one.
+_ODD_RANKS = forkserver.ForkServer()
+_SEED_OF_ODD_RANKS = "1"  # of the hashes of strings
+
+
 def start_server() -> None:
-    """Start the process from which ranks are forked, with what they all import, unless it runs already."""
+    """Start the two processes from which ranks are forked, with what they all import, unless they run already."""
     used = [module for module in _PRELOAD_IF_USED if module.partition(".")[0] in sys.modules]
     spec = PathFinder.find_spec("shardfn", [os.getcwd(), str(_ROOT)])  # as the server looks for it
     same = spec is not None and spec.origin == str(_ROOT / "shardfn" / "__init__.py")
     this_module = [__name__] if same and not sys.flags.ignore_environment else []
-    forkserver.set_forkserver_preload([*_PRELOAD, *this_module, *used])
-    path = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path)):
-        forkserver.ensure_running()
+    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    for server, seed in ((forkserver, {}), (_ODD_RANKS, {"PYTHONHASHSEED": _SEED_OF_ODD_RANKS})):
+        server.set_forkserver_preload([*_PRELOAD, *this_module, *used])
+        with patch.dict(os.environ, PYTHONPATH=path, **seed):
+            server.ensure_running()
 
 
 class _Team:
@@ -307,7 +313,9 @@ class _Team:
             conn, worker_conn = ctx.Pipe()
             name = f"shardfn rank {rank} of {ranks}"
             process = ctx.Process(target=_serve, args=(worker_conn, rank, ranks, self.directory, __file__), name=name)
-            process.start()
+            server = _ODD_RANKS if rank % 2 else forkserver
+            with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+                process.start()
             worker_conn.close()  # so that the end of the process is the end of the pipe
             self.processes.append(process)
             self.conns.append(conn)

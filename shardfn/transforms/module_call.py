@@ -462,11 +462,11 @@ def leaving(output: Any, adjust: Adjustments, grid: Grid, plan: Plan) -> Any:
     if not (adjust.kept or adjust.shared or adjust.joined):
         return output
     leaves, structure = _torch.pytree.tree_flatten(output)
-    for at, axis, dim in adjust.joined:
+    for at, axis, dim in sorted(adjust.joined):  # in the same order on all ranks
         leaves[at] = comm.all_gather_invariant(leaves[at], grid.mesh, axis, dim)
-    for at, axis in adjust.shared:  # each rank takes it for its own, and their gradients are added up
+    for at, axis in sorted(adjust.shared):  # each rank takes it for its own, and their gradients are added up
         leaves[at] = comm.weighed(leaves[at], 1 / grid.sizes[axis])
-    for at, axis, dim in adjust.kept:
+    for at, axis, dim in sorted(adjust.kept):
         with nullcontext() if _torch.simulated() else _torch.outside_modes():  # a mesh computes with tensors
             mesh = grid.mesh[axis]
         leaves[at] = SplitLogits.of(leaves[at], mesh, dim, partial(_origin, plan))

@@ -25,7 +25,7 @@ from shardfn._torch import AS_TENSORS, TorchDispatchMode, in_transform, pytree
 from shardfn.context import holding, losses_over
 from shardfn.layout import REPLACED
 from shardfn.notation import ShardError
-from shardfn.params import Params, data_axes_of, has_parts, watched_parts
+from shardfn.params import DRAWS, Params, data_axes_of, drawn_for_parts, has_parts, watched_parts
 
 LIBRARIES = _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -36,7 +36,7 @@ _ON_PARTS = frozenset(str(Path(__file__).with_name(name)) for name in ("module_c
 _KEEPING = frozenset(  # what is done element by element, or is not about elements, beside torch's pointwise operations
     "radd iadd isub imul rmul rsub rdiv idiv truediv rtruediv itruediv floordiv rfloordiv rpow ipow mod rmod "
     "pos invert and or xor detach clone to type type_as float double half bfloat16 contiguous cpu cuda "
-    "requires_grad zeros_like ones_like empty_like full_like rand_like randn_like stack unsqueeze dim size "
+    "requires_grad zeros_like ones_like empty_like full_like stack unsqueeze dim size "
     "stride is_floating_point is_complex get set repr format register_hook retain_grad grad backward".split()
 )
 # What takes a dim away.
@@ -134,6 +134,8 @@ class _OfParts(TorchFunctionMode):
         if not operands or _is_ours():
             return func(*args, **(kwargs or {}))
         name, part = getattr(func, "__name__", "").strip("_"), self._parts[operands[0]]
+        if name in DRAWS:
+            raise ShardError(f"{self._verb}: {drawn_for_parts(name, part.leaf)}")
         keeps = name in _KEEPING or _is_pointwise(name) or (name == "getitem" and _adds_dims(args[1]))
         if not keeps and not (part.members and _is_over_members(name, args, kwargs or {})):
             why = f"{name} of {part.leaf!r} would be that of this rank's part, all that a leaf is inside a transform"

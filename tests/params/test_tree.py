@@ -184,7 +184,7 @@ def test_map_local_keeps_gradients() -> None:
 def test_plain_tensors_among_leaves_say_what_to_write() -> None:
     params = sf.shard({"w": torch.arange(3.0)}, sf.make_mesh("cpu", fsdp=1), sf.Policy())
     stacked, weights = sf.tree.map(lambda w: torch.stack([w, 2 * w]), params), torch.tensor([1.0, 3.0])
-    with pytest.raises(sf.ShardError, match=r"(?s)tree\.map: the function mixes .* goes through sf\.vmap"):
+    with pytest.raises(sf.ShardError, match=r"(?s)tree\.map: the function mixes .* a stack: sf\.vmap"):
         sf.tree.map(lambda w: weights[:, None] * w, stacked)
     scaled = sf.vmap(lambda x, p: sf.tree.map(lambda w: x * w, p))(weights, stacked)
     assert sf.gather(scaled)["w"].tolist() == [[0, 1, 2], [0, 6, 12]]
@@ -209,6 +209,46 @@ def squares(mesh: DeviceMesh) -> tuple[nn.Module, sf.Params, torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
     return model, sf.shard(model, mesh, SQUARE), torch.randn(8, 8, dtype=torch.float64)
+
+
+@on_meshes()
+def test_noise_is_that_of_one_process(mesh: DeviceMesh) -> None:
+    torch.manual_seed(1)
+    params = make_params(mesh)
+    full = sf.gather(params)
+    ways: tuple[Any, ...] = (
+        torch.randn_like,
+        lambda w: w + 0.1 * torch.rand_like(w),
+        lambda w: torch.bernoulli(torch.sigmoid(w)),
+        lambda w: torch.zeros_like(w).normal_(),
+        lambda w: nn.functional.dropout(w, 0.5),
+    )
+    for way in ways:
+        torch.manual_seed(2)
+        want = sft.map(way, full)
+        torch.manual_seed(2)
+        noise = sft.map(way, params)
+        assert_like(noise, params)
+        for name, value in sf.gather(noise).items():
+            assert torch.equal(value, want[name]), name
+
+
+def noise_in_transforms() -> None:
+    params = make_params(sf.make_mesh("cpu", fsdp=2, tp=2))
+    ways: tuple[Any, ...] = (
+        lambda p: sft.map(torch.randn_like, p),
+        lambda p: sft.map(lambda w: w + torch.randn(w.shape), p),
+        lambda p: {"w": torch.rand_like(p["0.weight"])},
+    )
+    for way in ways:
+        with pytest.raises(sf.ShardError, match=r"draw the same numbers for the parts of '0.weight'.*noise ="):
+            sf.jvp(lambda p, way=way: sum(x.sum() for x in way(p).values()), (params,), (params,))
+    noise = sft.map(torch.randn_like, params)
+    sf.jvp(lambda p: sft.map(torch.add, p, noise), (params,), (params,))
+
+
+def test_noise_inside_of_a_transform_is_drawn_outside() -> None:
+    run(noise_in_transforms, ranks=4)
 
 
 @on_meshes()
