@@ -61,6 +61,9 @@ def on() -> None:
         warnings.simplefilter("ignore")  # torch's own, of modules that nobody asked for
         for name in (*_KNOW_THE_CLASSES, *_PUT):  # before the first name changes
             importlib.import_module(name)
+    if too_early := _taken():
+        why = f"torch's own names were imported before the switch was on, and stay torch's: {', '.join(too_early)}"
+        warnings.warn(f"shardfn.compat: {why}. Import shardfn.compat.auto first", stacklevel=3)
     for theirs, (ours, names) in _PUT.items():
         module = importlib.import_module(theirs)
         for name in names:
@@ -69,6 +72,18 @@ def on() -> None:
     sys.meta_path.append(_AROUND)
     _patches.enter_context(patch.object(spawn, "get_preparation_data", _preparation_data))
     _forget()
+
+
+def _taken() -> list[str]:
+    """Where modules have torch's classes already, `train.fully_shard`."""
+    classes = (torch.distributed.fsdp.FullyShardedDataParallel, torch.distributed.fsdp.fully_shard)
+    modules = [
+        (at, module) for at, module in sys.modules.items() if not at.startswith(("torch", "shardfn", "__mp_main__"))
+    ]
+    known = [
+        (f"{at}.{name}", value) for at, module in modules for name, value in [*getattr(module, "__dict__", {}).items()]
+    ]
+    return [name for name, value in known if any(value is one for one in classes)]
 
 
 class _OnInAChild:

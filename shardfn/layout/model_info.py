@@ -169,7 +169,8 @@ def _placed(name: str, tensor: torch.Tensor) -> Placed | None:
     if axes is None or any(type(p) is not Shard and not p.is_replicate() for p in placements):
         have = f"a DTensor with {list(placements)} on {tensor.device_mesh}"
         wanted = "Shard and Replicate only, on a mesh with axis names"
-        raise ShardError(f"'{name}' is {have}: one that is sharded further must have {wanted}")
+        write = "of a model that torch's own fully_shard has sharded, import that from shardfn.compat.fsdp2, too"
+        raise ShardError(f"'{name}' is {have}: one that is sharded further must have {wanted}; {write}")
     return tuple((axis, p.dim if isinstance(p, Shard) else None) for axis, p in zip(axes, placements, strict=True))
 
 

@@ -498,6 +498,11 @@ def map_local(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:
 
 def _difference(tree: Any, other: Any) -> str | None:
     """Why two trees do not go together."""
+    if isinstance(tree, Params) != isinstance(other, Params):
+        write = "tree | {name: fn(tree[name], others[name]) for name in tree}"
+        return (
+            f"one is a tree of shards, another a {type(tree if isinstance(other, Params) else other).__name__}; {write}"
+        )
     if not (isinstance(tree, Params) and isinstance(other, Params)):
         return None
     if set(tree) != set(other):
@@ -505,6 +510,8 @@ def _difference(tree: Any, other: Any) -> str | None:
         return f"{len(odd)} leaves are in one tree only, for example {odd[0]!r}"
     if tuple(tree) != tuple(other):
         return "the leaves stand in another order"
+    if {leaf.dim() - other[name].dim() for name, leaf in tree.items()} == {-1} and not other.plan.has_members:
+        return "one has a gradient for each sample: sf.reduce_grads(sf.tree.map(lambda g: g.sum(0), each), like=params)"
     return f"the layouts differ; reshard one of them\n{tree.plan.diff(other.plan)}" if tree.plan != other.plan else None
 
 

@@ -1,11 +1,14 @@
 """What a process is before it is the script of a rank: it ends with its launcher, and its error is written down."""
 
 import ctypes
+import importlib.util
 import os
-import runpy
 import signal
 import sys
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import CodeType, ModuleType
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -27,12 +30,32 @@ def main() -> None:
     _end_with_launcher()
     is_module = sys.argv[1] == "-m"
     name, *arguments = sys.argv[1 + is_module :]
-    sys.argv[:] = [name, *arguments]
+    # It stays the main module until the process is over, as it does under Python: `atexit` and threads may pickle.
+    module = ModuleType("__main__")
     if is_module:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        module.__spec__, name, code = _found(name)
+        module.__package__ = module.__spec__.parent
     else:
         sys.path[0] = str(Path(name).resolve().parent)
-        runpy.run_path(name, run_name="__main__")
+        code = compile(Path(name).read_bytes(), name, "exec")
+    module.__file__ = name
+    sys.modules["__main__"], sys.argv[:] = module, [name, *arguments]
+    exec(code, module.__dict__)
+
+
+def _found(name: str) -> tuple[ModuleSpec, str, CodeType]:
+    """The module that `-m name` runs, its file and its code.
+
+    Raises:
+        ImportError: there is none.
+    """
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    code = spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
+    if spec is None or spec.origin is None or code is None:
+        raise ImportError(f"no module named {name!r}, or it is a package without __main__")
+    return spec, spec.origin, code
 
 
 if __name__ == "__main__":

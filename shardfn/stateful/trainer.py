@@ -122,9 +122,8 @@ class Trainer(nn.Module):
         self.optimizer, self.loss_fn = optimizer, loss_fn
         self.accumulate, self.clip, self.ema_decay = accumulate, clip, ema
         self.nonfinite = nonfinite
-        self._resumes = (
-            None if resume is None else (resume, dict[str, Any]())
-        )  # where it saves when it has to end, what
+        # Where it saves when it has to end, and what.
+        self._resumes = None if resume is None else (resume, dict[str, Any]())
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.steps = self._samples = self._own_samples = 0
         self._syncs = True
@@ -222,10 +221,12 @@ class Trainer(nn.Module):
         directory, saved_with = self._resumes
         path = self.save(directory, **saved_with)
         if torch.distributed.get_rank() == 0:
-            print(
-                f"Trainer: SIGTERM came; saved '{path}', and all ranks end with status {watch.Stopped.STATUS}",
-                flush=True,
+            others = any(one is not self and getattr(one, "_resumes", None) is not None for one in DRIVERS)
+            more = (
+                "; other Trainers with resume= were not: save them together, by sf.collectives.asked_to_stop" * others
             )
+            status = watch.Stopped.STATUS
+            print(f"Trainer: SIGTERM came; saved '{path}', and all ranks end with status {status}{more}", flush=True)
         raise watch.Stopped
 
     def _step(self, optimizer: optim.Optimizer, batch: tuple[Any, ...]) -> dict[str, Any]:

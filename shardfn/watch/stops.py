@@ -27,13 +27,18 @@ class Signal:
 
     def __init__(self) -> None:
         self.came = False
-        self._listens = False
+        self._ours: list[Any] = []  # functions that handle it
 
     def listen(self) -> None:
-        """From now on it only sets `came`, besides what it did before if that was somebody's function."""
-        if self._listens or threading.current_thread() is not threading.main_thread():
+        """From now on it only sets `came`, besides what it did before if that was somebody's function.
+
+        Called again, it goes before a function that has taken its place.
+        """
+        if threading.current_thread() is not threading.main_thread():
             return
-        self._listens, before = True, signal.getsignal(signal.SIGTERM)
+        before: Any = signal.getsignal(signal.SIGTERM)
+        if before in self._ours or (self._ours and not callable(before)):
+            return
 
         def note(number: int, frame: Any) -> None:
             self.came = True
@@ -41,9 +46,11 @@ class Signal:
                 before(number, frame)
 
         signal.signal(signal.SIGTERM, note)
-        default: Any = signal.SIG_DFL if before is None else before
-        # What this process forks ends as before: multiprocessing sends SIGTERM to its own, and waits for them.
-        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, default))
+        if not self._ours:
+            default = signal.SIG_DFL if before is None else before
+            # What this process forks ends as before: multiprocessing sends SIGTERM to its own, and waits for them.
+            os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, default))
+        self._ours.append(note)
 
 
 TERMINATED = Signal()

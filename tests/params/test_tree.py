@@ -110,8 +110,8 @@ def mismatches_on_a_rank() -> None:
             make_params(mesh, sf.Policy()),
             r"tree.map: the layouts differ; reshard one of them\n0.weight: o@tp c@fsdp -> ",
         ),
-        (dict(params), "tree.map: .*"),
-        ([1], "tree.map: .*"),
+        (dict(params), r"tree.map: one is a tree of shards, another a dict; tree \| \{name: "),
+        ([1], "tree.map: one is a tree of shards, another a list"),
     ):
         with pytest.raises(sf.ShardError, match=match):
             sft.map(torch.add, params, other)
@@ -231,6 +231,19 @@ def test_noise_is_that_of_one_process(mesh: DeviceMesh) -> None:
         assert_like(noise, params)
         for name, value in sf.gather(noise).items():
             assert torch.equal(value, want[name]), name
+
+
+@on_meshes({"fsdp": 2})
+def test_gradients_of_samples_do_not_go_with_parameters(mesh: DeviceMesh) -> None:
+    model = nn.Linear(3, 2)
+    torch.nn.init.ones_(model.weight)
+    torch.nn.init.ones_(model.bias)
+    params = sf.shard(model, mesh, sf.Policy())
+    each = sf.vmap(sf.grad(lambda p, x: sf.apply(model, p, x).sum()), in_dims=(None, 0))(params, torch.ones(4, 3))
+    with pytest.raises(sf.ShardError, match=r"a gradient for each sample: sf.reduce_grads\(.*like=params"):
+        sft.map(lambda w, g: w - g.mean(0), params, each)
+    total = sf.reduce_grads(sft.map(lambda g: g.sum(0), each), like=params)
+    assert sf.gather(sft.map(torch.sub, params, total))["bias"].tolist() == [-3.0, -3.0]
 
 
 def noise_in_transforms() -> None:

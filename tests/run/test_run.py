@@ -65,10 +65,16 @@ def test_how_the_first_failed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_module_and_what_is_no_script(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("import sys\nprint('ran as', __name__, sys.argv[1:])\n")
-    code, output = Launched("--nproc-per-node", "1", "-m", "mine", "--flag", PYTHONPATH=_path(tmp_path)).end()
-    assert code == 0, output
-    assert "ran as __main__ ['--flag']" in output
+    (script := tmp_path / "mine.py").write_text(
+        "import atexit, pickle, sys\nclass Own: pass\n"
+        "atexit.register(lambda: print('at the end', pickle.loads(pickle.dumps(Own())).__class__ is Own))\n"
+        "print('ran as', __name__, sys.argv[1:])\n"
+    )
+    for how in (("-m", "mine"), (str(script),)):
+        code, output = Launched("--nproc-per-node", "1", *how, "--flag", PYTHONPATH=_path(tmp_path)).end()
+        assert code == 0, output
+        assert "ran as __main__ ['--flag']" in output
+        assert "at the end True" in output
     code, output = Launched("--no-python", "ls").end()
     assert code == 2
     assert "torchrun" in output

@@ -1,6 +1,7 @@
 """All ranks end after the same call, whenever each hears of it."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfn.watch.stops import Appointment, next_appointment
+from shardfn.watch.stops import Appointment, Signal, next_appointment
 
 RANKS = 3
 
@@ -100,3 +101,22 @@ def test_processes_that_were_forked_end_by_sigterm() -> None:
     done = subprocess.run([sys.executable, "-c", _FORKS], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("the end\n")
+
+
+def test_a_function_that_takes_the_place_of_ours_is_called_besides() -> None:
+    outer, heard, called = signal.getsignal(signal.SIGTERM), Signal(), list[str]()
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: called.append("before"))
+        heard.listen()
+        signal.signal(signal.SIGTERM, lambda *_: called.append("after"))
+        signal.raise_signal(signal.SIGTERM)
+        assert called == ["after"] and not heard.came
+        for _ in range(2):  # at the next steps
+            heard.listen()
+        signal.raise_signal(signal.SIGTERM)
+        assert called == ["after", "after"] and heard.came
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which somebody means
+        heard.listen()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, outer)
