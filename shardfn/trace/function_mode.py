@@ -171,7 +171,7 @@ class PairedFunctionMode(TorchFunctionMode):
         path, place = self._run.running, place_of_call()
         if path is None or not place or (path, place) in self._amended or may_run_again() or "out" in call[1]:
             return
-        singles, pairs, groups = list[Amendment](), list[list[Amendment]](), list[list[Amendment]]()
+        singles, pairs, groups, lists = list[Amendment](), *(list[list[Amendment]]() for _ in range(3))
         for axis, size in self._run.sizes.items():
             of_axis = partial(Amendment, path, place, axis=axis)
             held = [(at, x, self._run.part(x, axis)) for at, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -193,6 +193,9 @@ class PairedFunctionMode(TorchFunctionMode):
                 groups.append(takes)
             sizes = [(at, n) for at, n in enumerate(leaves) if type(n) in (int, Size) and n]
             singles += [of_axis(at, how="divide", given=n) for at, n in sizes if type(n) is int and n % size == 0]
+            for ats in _lists_of_sizes(call):
+                if all(leaves[at] and leaves[at] % size == 0 for at in ats):
+                    lists.append([of_axis(at, how="divide", given=leaves[at]) for at in ats])
             parted = [(at, n.node) for at, n in sizes if type(n) is Size]
             singles += [of_axis(at, how="multiply", given=n.rank) for at, n in parted if n.rank * size == n.one]
             groups.append([of_axis(at, how="vary") for at, x, part in parts if part is None and x.requires_grad])
@@ -200,9 +203,19 @@ class PairedFunctionMode(TorchFunctionMode):
             yield from ([one] for one in group)
             yield from [group] if len(group) > 1 and len({one.at for one in group}) == len(group) else []
         yield from ([one] for one in singles)
-        yield from pairs
+        yield from [*lists, *pairs]
         each = [*chain(*groups), *singles]
         yield from ([one, other] for one, other in combinations(each, 2) if one.at != other.at)
+
+
+def _lists_of_sizes(call: _Call) -> Iterator[range]:
+    """Where in the arguments of a call lists of several numbers are: the sizes of `qkv.split([64, 32, 32])`."""
+    at = 0
+    for argument in (*call[0], *call[1].values()):
+        count = len(arguments_of(argument))
+        if isinstance(argument, list | tuple) and count > 1 and all(type(n) is int for n in argument):
+            yield range(at, at + count)
+        at += count
 
 
 def _of_tensors(index: Any) -> Any:

@@ -82,6 +82,11 @@ def _by_a_helper(m: Any, x: Tensor) -> Tensor:
     return _attend(m, *(_per_head(m, y) for y in m.qkv(x).split(m.width, -1)))
 
 
+def _by_a_list_of_sizes(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (_per_head(m, y) for y in m.qkv(x).split([m.width, WIDTH, m.width], dim=2))
+    return _attend(m, q, k, v)
+
+
 def _arranged(m: Any, x: Tensor) -> Tensor:
     q, k, v = rearrange(m.qkv(x), "b t (n h d) -> n b h t d", n=3, h=m.heads)
     return m.out(rearrange(F.scaled_dot_product_attention(q, k, v), "b h t d -> b t (h d)"))
@@ -179,6 +184,7 @@ def _all_picked(m: Any, x: Tensor) -> Tensor:
 
 SERVED: list[Forward] = [
     _by_a_helper,
+    _by_a_list_of_sizes,
     _arranged,
     _with_slopes,
     _gated,
