@@ -373,9 +373,9 @@ def schedule(fn: Callable[[int], float]) -> Optimizer:
 def chain(*optimizers: Optimizer) -> Optimizer:
     """One after another: each takes the updates of the one before it for gradients.
 
-    `step` uses the fused step of the last one. A member that leaves a leaf out (`masked`) passes it on unchanged, as in
-    optax: its gradient, which is then taken for its update. And the last one decides what is updated. So a `masked`
-    optimizer is no member: write `masked(chain(sgd(0.1), schedule(fn)), "**.weight")`, and another one for the others.
+    `step` uses the fused step of the last one. A `masked` optimizer is no member: as in optax, it passes on the gradients
+    of the leaves that it leaves out, and the next member would take these for updates. Write `masked(chain(sgd(0.1),
+    schedule(fn)), "**.weight")`, and another one for the others.
 
         >>> import torch, shardfn as sf
         >>> opt = sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(1e-3))
