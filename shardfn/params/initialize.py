@@ -88,14 +88,15 @@ class NewTree:
         named, buffers = named_parameters(model), named_buffers(model)
         done: set[str] = set()
         if init is not None and isinstance(model, nn.Module) and src is None:
-            samples: list[str] = []
+            samples, blank = list[str](), [name for name, x in buffers.items() if x.is_meta]
             with failing_together(self.mesh, "shard"):
                 for name, full in initialized(model, init, seed, grid.device, buffers, held):
                     done.add(name)
                     samples.append(f"{VALUES} '{name}' {sampled(full)}")
                     self.cut(layouts[name], full)
                     del full  # the next tensor is not made before this one is gone
-                samples += [f"{VALUES} '{name}' {sampled(x)}" for name, x in buffers.items()]
+                made = ((name, buffers[name]) for name in blank)
+                samples += [f"{VALUES} '{name}' {sampled(x)}" for name, x in made if not x.is_meta]
             if not _torch.simulated():
                 agree_on(self.mesh, "shard: init", samples, instead=f". {ALIKE}")
         for one in layouts.values():
