@@ -15,6 +15,7 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import is_lazy
 
 from shardfn._torch import children_of, convolves_plainly, parameters_of, set_tables
 from shardfn.notation import ShardError, see
@@ -99,8 +100,12 @@ def describe(model: nn.Module | Mapping[str, torch.Tensor]) -> ModelInfo:
 
     Raises:
         TypeError: it is neither, or the mapping holds something else than tensors.
+        ShardError: a parameter has no shape yet.
     """
     if isinstance(model, nn.Module):
+        if lazy := next((name for name, x in named_parameters(model).items() if is_lazy(x)), None):
+            instead = "Run the model once on a batch, or give its modules their sizes (nn.Linear for nn.LazyLinear)"
+            raise ShardError(f"{lazy!r} is a lazy parameter, which has no shape before the first forward. {instead}")
         noted = {id(parameter): placed for parameter, placed in _noted(model)}
         return ModelInfo(_tied(named_parameters(model).items(), noted), tuple(_modules(model)))
     if not isinstance(model, Mapping):

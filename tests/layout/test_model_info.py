@@ -7,6 +7,7 @@ import torch
 from drawing import untyped
 from torch import nn
 
+import shardfn as sf
 from shardfn.layout.model_info import ParamInfo, class_name, describe, kind_of
 
 
@@ -72,3 +73,11 @@ def test_mappings() -> None:
         describe(untyped({"a": 1}))
     with pytest.raises(TypeError, match="3 holds Tensor"):
         describe(untyped({3: shared}))
+
+
+def test_lazy_parameters_have_no_shape() -> None:
+    lazy = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    with pytest.raises(sf.ShardError, match=r"'1.weight' is a lazy parameter.*Run the model once"):
+        sf.plan(lazy, sf.MeshSpec(fsdp=2), sf.Policy())
+    lazy(torch.ones(1, 2))
+    assert "1.weight" in sf.plan(lazy, sf.MeshSpec(fsdp=2), sf.Policy()).layouts
