@@ -76,7 +76,8 @@ def on() -> None:
 
 def _taken() -> list[str]:
     """Where modules have torch's classes already, `train.fully_shard`."""
-    classes = (torch.distributed.fsdp.FullyShardedDataParallel, torch.distributed.fsdp.fully_shard)
+    theirs = importlib.import_module("torch.distributed.fsdp")
+    classes = (theirs.FullyShardedDataParallel, theirs.fully_shard)
     modules = [
         (at, module) for at, module in sys.modules.items() if not at.startswith(("torch", "shardfn", "__mp_main__"))
     ]

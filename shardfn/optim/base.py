@@ -373,8 +373,8 @@ def schedule(fn: Callable[[int], float]) -> Optimizer:
 def chain(*optimizers: Optimizer) -> Optimizer:
     """One after another: each takes the updates of the one before it for gradients.
 
-    `step` uses the fused step of the last one. A `masked` optimizer is no member: as in optax, it passes on gradients of
-    the leaves that it leaves out, and the next member would take these for updates. Write `masked(chain(sgd(0.1),
+    `step` uses the fused step of the last one. A `masked` optimizer is no member: as in optax, it passes on gradients
+    of leaves that it leaves out, and the next member would take these for updates. Write `masked(chain(sgd(0.1),
     schedule(fn)), "**.weight")`, and another one for the others.
 
         >>> import torch, shardfn as sf

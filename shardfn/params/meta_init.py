@@ -173,7 +173,7 @@ def _blank(tensor: Tensor, device: torch.device) -> Tensor:
         blank = tensor.detach().to(device, copy=True)
     if isinstance(tensor, nn.Parameter):
         blank = nn.Parameter(blank, tensor.requires_grad)
-        blank.__dict__.update({key: value for key, value in vars(tensor).items() if not key.startswith("_")})
+        vars(blank).update({key: value for key, value in vars(tensor).items() if not key.startswith("_")})
     return blank
 
 
