@@ -72,7 +72,7 @@ def replace_units(policy: Policy, modules: Mapping[str, nn.Module]) -> Policy:
     return replace(policy, units=tuple(map(_unit_pattern, units)))
 
 
-_WRAPPER = "_checkpoint_wrapped_module."  # of torch's, for activation checkpointing
+WRAPPER = "_checkpoint_wrapped_module."  # of torch's, for activation checkpointing
 
 
 def _unit_pattern(unit: Any) -> Any:
@@ -95,7 +95,8 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
         rules.pop(tensor, None)  # its layout cannot be decided; the others are still checked
         problems.append(problem)
     members: dict[str, list[Layout]] = {name: [] for name in ("", *_unit_names(draft))}  # by unit
-    inside = {name.removeprefix(_WRAPPER): name for name in members}
+    modules = {module.name: module for module in info.modules}
+    inside = {name.removeprefix(WRAPPER): name for name in members}
     kept = _kept_axes(draft, rules, forwards)
     layouts: dict[str, Layout] = {}
     for param in info.params:
@@ -109,8 +110,8 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
     local_sizes = decide_local_sizes(draft, rules)
     check_policy(draft, kept)
     raise_problems("plan", problems)
+    _require_effect(policy, modules, members)
     # The root unit first, then the others in the model's order; of those without parameters only the ones that cast.
-    modules = {module.name: module for module in info.modules}
     all_units = (_unit(draft, name, layouts_of_unit, modules.get(name)) for name, layouts_of_unit in members.items())
     units = tuple(unit for unit in all_units if unit.params or (unit.name and (unit.input_dtype or unit.output_dtype)))
     forwards = {path: fn for path, fn in forwards.items() if not _computes_whole(path, layouts, draft)}
@@ -366,6 +367,20 @@ def _unit_names(draft: Draft) -> list[str]:
     unknown = (pattern for pattern in wanted if not any(_is_unit(pattern, module) for module in modules))
     draft.check_patterns("Policy.units:", unknown, "module")
     return [m.name for m in modules if m.name and any(_is_unit(pattern, m) for pattern in wanted)]
+
+
+def _require_effect(policy: Policy, modules: Mapping[str, ModuleInfo], members: Mapping[str, Sequence[Layout]]) -> None:
+    """Check that settings of units are those of a unit with parameters.
+
+    Raises:
+        ShardError: all that a pattern with settings names has left its parameters to units inside of it.
+    """
+    for pattern, settings in policy.units.items() if isinstance(policy.units, Mapping) else ():
+        named = [name for name in members if name and _is_unit(pattern, modules[name])]
+        inner = [one for one in members if members[one] and one.startswith(tuple(f"{name}." for name in named))]
+        if settings and named and inner and not any(members[name] for name in named):
+            why = f"Policy.units: {pattern!r} has settings and no parameters, which are those of units inside of it"
+            raise see(ShardError(f"{why}; name these: {inner[0]!r}"), "policy")
 
 
 def _is_unit(pattern: str, module: ModuleInfo) -> bool:

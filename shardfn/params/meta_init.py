@@ -5,6 +5,7 @@ blank      memory on the mesh's device: NaN, or zeros where a dtype has none
 lost       what `init` does beside filling them: no tree would have it, so that it is refused
 """
 
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -20,6 +21,8 @@ from shardfn.notation import ShardError
 
 Init: TypeAlias = Callable[[Any], Any]  # fills the meta tensors of the module that it is given
 ALIKE = "init must fill tensors alike on all ranks: draw from torch's generator, which has a seed for each module"
+_WHOLE = "A function of the whole model needs it whole: make it on rank 0, on the meta device elsewhere, and pass src=0"
+_FILLING = ("init_weights", "reset_parameters", "_reset_parameters")  # methods that may fill modules below
 _PLAIN = (bool, int, float, str, type(None))  # attributes that are equal when their values are
 
 
@@ -43,6 +46,8 @@ def initialized(
     everywhere = isinstance(getattr(init, "__self__", None), nn.Module)
     for path, module in model.named_modules():
         owned = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if not owned and not everywhere:
+            _warn_of_unasked(module, path)
         if everywhere or any(tensor.is_meta and first_names[id(tensor)] not in held for tensor in owned):
             with _Writes() as writes, _children_as_they_are(module, path):
                 filled = _filled(module, path, init, digest([f"{seed}:{path}"]), device, writes.into)
@@ -55,6 +60,15 @@ def initialized(
                 if name.rpartition(".")[0] == path and id(tensor) in filled and name not in held:
                     yield name, filled.pop(id(tensor))
             filled = {}  # or this module would still be whole while the next one is filled
+
+
+def _warn_of_unasked(module: nn.Module, path: str) -> None:
+    """Say that a module which may initialise those below it is not asked to."""
+    if (name := next((name for name in _FILLING if hasattr(type(module), name)), None)) is not None:
+        why = (
+            f"init is not called with {path or 'the model'}, a {type(module).__name__}, which has no tensors of its own"
+        )
+        warnings.warn(f"shard: {why}: what its {name}() does to modules below it is not done. {_WHOLE}", stacklevel=2)
 
 
 class _Writes(_torch.TorchDispatchMode):
@@ -95,10 +109,7 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def _lost(module: nn.Module, path: str, what: str) -> ShardError:
     how = "init fills the parameters and buffers of one module at a time, in a copy, and anything else is lost"
-    write = (
-        "A function of the whole model needs it whole: make it on rank 0, on the meta device elsewhere, and pass src=0"
-    )
-    return ShardError(f"shard: init of {path or 'the model'}, a {type(module).__name__}, {what}: {how}.\n{write}")
+    return ShardError(f"shard: init of {path or 'the model'}, a {type(module).__name__}, {what}: {how}.\n{_WHOLE}")
 
 
 def _tables(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
@@ -121,9 +132,7 @@ def _filled(
             init(copy)
         except Exception as error:
             whose = f"{path or 'the model'}, a {type(copy).__name__}"
-            error.add_note(
-                f"in init of {whose}: it is called for each module that has parameters or buffers of its own"
-            )
+            error.add_note(f"in init of {whose}: it is called with each module that has tensors of its own. {_WHOLE}")
             raise
     _require_nothing_else(module, path, copy, before)
     filled: dict[int, Tensor] = {}

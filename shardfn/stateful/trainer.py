@@ -479,10 +479,15 @@ class Trainer(nn.Module):
         if assign:
             raise ShardError("Trainer.load_state_dict: assign=True would replace the shards; leave it out")
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
-        wanted = self.plan.canonical.keys() | (buffers.keys() & self.module.state_dict().keys())
+        names = {name.replace(planning.WRAPPER, ""): name for name in (*self.plan.canonical, *buffers)}
+        saved = self.module.state_dict().keys()
+        wanted = self.plan.canonical.keys() | {
+            name for bare, name in names.items() if name in buffers and bare in saved
+        }
         if isinstance(state_dict, Params):  # whose leaves may have other shapes than the model's
             kept = {name: value for name, value in state_dict.buffers.items() if name in wanted}
             state_dict = state_dicts.to_state_dict(state_dict) | kept
+        state_dict = {names.get(name, name): value for name, value in state_dict.items()}
         layouts = [x for x in self.plan.layouts.values() if any(name in state_dict for name in x.names)]
         missing = sorted(wanted - {name for layout in layouts for name in layout.names} - set(state_dict))
         unexpected = sorted(set(state_dict) - wanted)

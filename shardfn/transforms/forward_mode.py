@@ -17,13 +17,25 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from shardfn._torch import function_modes
+from shardfn._torch import function_modes, kinds_of_transforms
+from shardfn.context import is_asked_for
 from shardfn.notation import ShardError
 
 
 def as_now() -> AbstractContextManager[Any]:
     """For what is computed again later: the formulas, if they are in force now."""
     return next((mode for mode in reversed(function_modes()) if isinstance(mode, ByFormulas)), nullcontext())
+
+
+def of_torchs_transforms() -> AbstractContextManager[Any]:
+    """The formulas, where transforms of torch's own take derivatives of a forward that it would get wrong."""
+    kinds = kinds_of_transforms()
+    if not kinds or any(isinstance(mode, ByFormulas) for mode in function_modes()):
+        return nullcontext()
+    asked = is_asked_for()
+    if "Jvp" in kinds:
+        return ByFormulas(FORWARD_MODE_DIFFERENTIATED if asked else FORWARD_MODE)
+    return ByFormulas(FORWARD_MODE) if kinds.count("Grad") + asked > 2 else nullcontext()
 
 
 class ByFormulas(TorchFunctionMode):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import decoder, policy, token_loss, tokens
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -166,3 +167,14 @@ def test_ignored_parameters_stay_the_modules_own(mesh: DeviceMesh) -> None:
 def test_a_pattern_to_ignore_that_matches_nothing() -> None:
     with pytest.raises(sf.ShardError, match=r"Policy.ignore: 'layer.0.\*\*' matches no parameter; did you mean"):
         sf.plan(_net(), sf.MeshSpec(fsdp=2), sf.Policy(ignore="layer.0.**"))
+
+
+def test_settings_of_a_unit_that_has_no_parameters() -> None:
+    """The class is that of what the wrapper holds, and takes the parameters."""
+    model = nn.Sequential(*(checkpoint_wrapper(nn.Linear(4, 4)) for _ in range(3)))
+    units = {nn.Linear: {}, "2": {"regather": False}}
+    with pytest.raises(sf.ShardError, match=r"'2' has settings and no parameters.*'2._checkpoint_wrapped_module'"):
+        sf.plan(model, sf.MeshSpec(fsdp=2), sf.Policy(units=units))
+    named = {nn.Linear: {}, "2._checkpoint_wrapped_module": {"regather": False}}
+    made = sf.plan(model, sf.MeshSpec(fsdp=2), sf.Policy(units=named))
+    assert [unit.regather for unit in made.units] == [True, True, False]

@@ -128,6 +128,25 @@ def test_what_it_fills_is_kept(mesh: Any) -> None:
     assert sf.gather(params)["net.scale"].tolist() == [1, 1, 1]
 
 
+class Only(nn.Module):
+    """Which has no tensors, and fills those of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+
+    def init_weights(self) -> None:
+        nn.init.ones_(self.lin.weight)
+
+
+@on_meshes({"fsdp": 1})
+def test_modules_that_are_not_asked_are_told(mesh: Any) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Only())
+    with pytest.warns(UserWarning, match=r"init is not called with 0, a Only.*init_weights\(\).*src=0"):
+        sf.shard(model, mesh, sf.Policy(), init=lambda m: m.reset_parameters())
+
+
 class OfItsOwn(nn.Module):
     """Which initialises its modules by a method that is given each of them, as models of transformers do."""
 

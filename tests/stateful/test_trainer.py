@@ -14,6 +14,8 @@ import torch.distributed as dist
 from models import VOCAB, decoder, policy, token_loss, tokens
 from ranks import folder, quiet
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -1217,6 +1219,23 @@ def test_a_loss_that_is_called_otherwise_says_how_it_is_called(mesh: DeviceMesh)
                 call(*batch)
             assert "loss_fn(params, *batch)" in "".join(caught.value.__notes__)
             assert "sf.apply(model, params, x)" in "".join(caught.value.__notes__)
+
+
+def test_a_state_dict_leaves_out_wrappers_of_activation_checkpointing() -> None:
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 4), checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))))
+
+    mesh = sf.make_mesh("cpu", fsdp=1)
+    trainer, other = sf.Trainer(made(0), mesh, sf.Policy()), made(1)
+    other(torch.randn(8, 4))  # statistics
+    found = trainer.load_state_dict(other.state_dict())
+    assert not found.missing_keys and not found.unexpected_keys
+    for load in (lambda: None, lambda: set_model_state_dict(trainer, get_model_state_dict(trainer))):
+        load()
+        assert_parity(trainer.state_dict(), other.state_dict(), tol=0)
+    with pytest.raises(sf.ShardError, match=r"missing \['1._checkpoint_wrapped_module.0.weight'\]"):
+        trainer.load_state_dict({name: x for name, x in other.state_dict().items() if name != "1.0.weight"})
 
 
 def test_a_state_dict_without_the_prefix_of_a_compiled_model_says_what_to_write() -> None:

@@ -1,6 +1,7 @@
 """Every transform, alone and nested, against `torch.func` on one process."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,37 @@ def test_formulas(name: str) -> None:
         forward_first = torch.func.grad(lambda h: torch.func.jvp(loss, (h,), (v,))[1])(_X)
     for found in (forward_last, forward_first):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+OF_TORCH: dict[str, Any] = {  # derivatives by the inputs, one sample a row
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.cos(),))[1],
+    "jacfwd": lambda f, x: torch.func.vmap(torch.func.jacfwd(lambda z: f(z[None])[0]))(x),
+    "hessian": lambda f, x: torch.func.vmap(torch.func.hessian(lambda z: f(z[None])[0]))(x),
+    "jacfwd twice": lambda f, x: torch.func.vmap(torch.func.jacfwd(torch.func.jacfwd(lambda z: f(z[None])[0])))(x),
+    "jacrev twice": lambda f, x: torch.func.vmap(torch.func.jacrev(torch.func.jacrev(lambda z: f(z[None])[0])))(x),
+}
+
+
+class NormByHand(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        centered = input - input.mean(-1, keepdim=True)
+        return centered * (centered.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight + self.bias
+
+
+@pytest.mark.parametrize("way", OF_TORCH)
+def test_torchs_own_transforms_of_a_norm_in_a_loss(way: str) -> None:
+    """Of which torch's own gradients are wrong: those of a forward mode, and third ones (2.13)."""
+    torch.manual_seed(0)
+    norms = (nn.LayerNorm(4), NormByHand(4))
+    first, last = nn.Linear(4, 4), nn.Linear(4, 2)
+    model, by_hand = (nn.Sequential(first, norm, nn.Tanh(), last).double() for norm in norms)
+    params, x = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy()), torch.randn(3, 4, dtype=torch.float64)
+    found = sf.value_and_grad(lambda p: OF_TORCH[way](lambda z: sf.apply(model, p, z), x).square().mean())(params)
+    wanted = OF_TORCH[way](by_hand, x).square().mean()
+    wanted.backward()
+    assert_parity({"loss": found[0]}, {"loss": wanted.detach()}, tol=1e-12)
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in by_hand.named_parameters()}
+    assert_parity(sf.gather(found[1]), grads, tol=1e-10)
 
 
 @on_meshes({"fsdp": 2}, {"fsdp": 1})
