@@ -158,7 +158,12 @@ def derivatives_asked_for() -> str:
     transforms = [kind for kind in _torch.kinds_of_transforms() if kind != "Vmap"]
     if not is_under_way() and transforms in (["Jvp"], ["Jvp", "Grad"]):
         return "hvp" if len(transforms) > 1 else "jvp"
-    return "reverse" if len(_UNDER_WAY.get()) + len(transforms) > 1 else ""
+    return "reverse" if order_of_derivatives() > 1 else ""
+
+
+def order_of_derivatives() -> int:
+    """How many times what is computed now may be differentiated."""
+    return len(_UNDER_WAY.get()) + sum(kind != "Vmap" for kind in _torch.kinds_of_transforms())
 
 
 def in_forward_mode() -> bool:

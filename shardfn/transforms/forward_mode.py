@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import function_modes, kinds_of_transforms
-from shardfn.context import is_asked_for
+from shardfn.context import is_asked_for, order_of_derivatives
 from shardfn.notation import ShardError
 
 
@@ -27,15 +27,13 @@ def as_now() -> AbstractContextManager[Any]:
     return next((mode for mode in reversed(function_modes()) if isinstance(mode, ByFormulas)), nullcontext())
 
 
-def of_torchs_transforms() -> AbstractContextManager[Any]:
-    """The formulas, where transforms of torch's own take derivatives of a forward that it would get wrong."""
-    kinds = kinds_of_transforms()
-    if not kinds or any(isinstance(mode, ByFormulas) for mode in function_modes()):
+def where_torch_is_wrong() -> AbstractContextManager[Any]:
+    """The formulas, in a forward whose derivatives would be wrong: forward mode of torch's own, and third ones."""
+    if any(isinstance(mode, ByFormulas) for mode in function_modes()):
         return nullcontext()
-    asked = is_asked_for()
-    if "Jvp" in kinds:
-        return ByFormulas(FORWARD_MODE_DIFFERENTIATED if asked else FORWARD_MODE)
-    return ByFormulas(FORWARD_MODE) if kinds.count("Grad") + asked > 2 else nullcontext()
+    if "Jvp" in kinds_of_transforms():
+        return ByFormulas(FORWARD_MODE_DIFFERENTIATED if is_asked_for() else FORWARD_MODE)
+    return ByFormulas(FORWARD_MODE) if order_of_derivatives() > 2 else nullcontext()
 
 
 class ByFormulas(TorchFunctionMode):

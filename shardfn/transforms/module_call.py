@@ -27,7 +27,7 @@ from shardfn.parallel import Adjustments, ComputeAxes, SplitLogits, kept_by_acts
 from shardfn.params import Params, plain_leaf
 from shardfn.random import Masks, Offsets, dropout_modules, dropping, offsets_of_call, part_over, stream
 from shardfn.trace import Guards, ReachableState, ShapeTrace, Structure, Watch, is_cache, is_filled, signature, snapshot
-from shardfn.transforms.forward_mode import as_now, of_torchs_transforms
+from shardfn.transforms.forward_mode import as_now, where_torch_is_wrong
 from shardfn.transforms.unsupported_calls import OutsideOfTree
 
 _THREADS = set[int]()  # those that are in a call
@@ -274,7 +274,7 @@ class _Call:
         try:
             new = self.kept.calls <= _CHECKED_CALLS and not (binding.compiles or self.grid.pure or recording())
             watch = OutsideOfTree(self.model, self.params) if new else nullcontext()
-            with binding.computes(session), session.hooks(traced=binding.compiles), watch, of_torchs_transforms():
+            with binding.computes(session), session.hooks(traced=binding.compiles), watch, where_torch_is_wrong():
                 output = getattr(self.module, self.method)(*args, **kwargs)
                 output = leaving(output, adjust, self.grid, self.plan)
         except (RuntimeError, AttributeError) as error:

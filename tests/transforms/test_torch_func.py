@@ -116,6 +116,29 @@ def test_formulas(name: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
+class NormByHand(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        centered = input - input.mean(-1, keepdim=True)
+        return centered * (centered.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight + self.bias
+
+
+def test_third_derivatives_of_a_norm() -> None:
+    found = []
+    for norm in (nn.LayerNorm(4), NormByHand(4)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), norm, nn.Tanh(), nn.Linear(4, 1)).double()
+        params, x = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy()), torch.randn(3, 4, dtype=torch.float64)
+
+        def loss(p: sf.Params, model: nn.Module = model, x: Tensor = x) -> Tensor:
+            return sf.apply(model, p, x).square().mean()
+
+        def slope(of: Any) -> Any:
+            return lambda p: sf.optim.global_norm(sf.grad(of)(p)).square()
+
+        found.append(sf.gather(sf.grad(slope(slope(loss)))(params)))
+    assert_parity(*found, tol=1e-10)
+
+
 OF_TORCH: dict[str, Any] = {  # derivatives by the inputs, one sample a row
     "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.cos(),))[1],
     "jacfwd": lambda f, x: torch.func.vmap(torch.func.jacfwd(lambda z: f(z[None])[0]))(x),
@@ -123,12 +146,6 @@ OF_TORCH: dict[str, Any] = {  # derivatives by the inputs, one sample a row
     "jacfwd twice": lambda f, x: torch.func.vmap(torch.func.jacfwd(torch.func.jacfwd(lambda z: f(z[None])[0])))(x),
     "jacrev twice": lambda f, x: torch.func.vmap(torch.func.jacrev(torch.func.jacrev(lambda z: f(z[None])[0])))(x),
 }
-
-
-class NormByHand(nn.LayerNorm):
-    def forward(self, input: Tensor) -> Tensor:
-        centered = input - input.mean(-1, keepdim=True)
-        return centered * (centered.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight + self.bias
 
 
 @pytest.mark.parametrize("way", OF_TORCH)
