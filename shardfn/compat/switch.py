@@ -62,7 +62,7 @@ def on() -> None:
         for name in (*_KNOW_THE_CLASSES, *_PUT):  # before the first name changes
             importlib.import_module(name)
     if too_early := _taken():
-        why = f"torch's own names were imported before the switch was on, and stay torch's: {', '.join(too_early)}"
+        why = f"the script has imported names before the switch was on, which stay torch's: {', '.join(too_early)}"
         warnings.warn(f"shardfn.compat: {why}. Import shardfn.compat.auto first", stacklevel=3)
     for theirs, (ours, names) in _PUT.items():
         module = importlib.import_module(theirs)
@@ -75,16 +75,10 @@ def on() -> None:
 
 
 def _taken() -> list[str]:
-    """Where modules have torch's classes already, `train.fully_shard`."""
+    """The names under which the script has torch's classes already."""
     theirs = importlib.import_module("torch.distributed.fsdp")
     classes = (theirs.FullyShardedDataParallel, theirs.fully_shard)
-    modules = [
-        (at, module) for at, module in sys.modules.items() if not at.startswith(("torch", "shardfn", "__mp_main__"))
-    ]
-    known = [
-        (f"{at}.{name}", value) for at, module in modules for name, value in [*getattr(module, "__dict__", {}).items()]
-    ]
-    return [name for name, value in known if any(value is one for one in classes)]
+    return [name for name, value in vars(sys.modules["__main__"]).items() if any(value is one for one in classes)]
 
 
 class _OnInAChild:

@@ -110,7 +110,6 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
     local_sizes = decide_local_sizes(draft, rules)
     check_policy(draft, kept)
     raise_problems("plan", problems)
-    _require_effect(policy, modules, members)
     # The root unit first, then the others in the model's order; of those without parameters only the ones that cast.
     all_units = (_unit(draft, name, layouts_of_unit, modules.get(name)) for name, layouts_of_unit in members.items())
     units = tuple(unit for unit in all_units if unit.params or (unit.name and (unit.input_dtype or unit.output_dtype)))
@@ -369,20 +368,6 @@ def _unit_names(draft: Draft) -> list[str]:
     return [m.name for m in modules if m.name and any(_is_unit(pattern, m) for pattern in wanted)]
 
 
-def _require_effect(policy: Policy, modules: Mapping[str, ModuleInfo], members: Mapping[str, Sequence[Layout]]) -> None:
-    """Check that settings of units are those of a unit with parameters.
-
-    Raises:
-        ShardError: all that a pattern with settings names has left its parameters to units inside of it.
-    """
-    for pattern, settings in policy.units.items() if isinstance(policy.units, Mapping) else ():
-        named = [name for name in members if name and _is_unit(pattern, modules[name])]
-        inner = [one for one in members if members[one] and one.startswith(tuple(f"{name}." for name in named))]
-        if settings and named and inner and not any(members[name] for name in named):
-            why = f"Policy.units: {pattern!r} has settings and no parameters, which are those of units inside of it"
-            raise see(ShardError(f"{why}; name these: {inner[0]!r}"), "policy")
-
-
 def _is_unit(pattern: str, module: ModuleInfo) -> bool:
     if pattern.startswith("class:"):
         return pattern.removeprefix("class:") in module.classes
@@ -431,8 +416,17 @@ def _own_settings(policy: Policy, unit: ModuleInfo | None) -> dict[str, Any]:
     """The settings that one unit has of its own; for the root unit those under the name ''."""
     if unit is None or not isinstance(policy.units, Mapping):
         return {}
-    settings = (values for name, values in policy.units.items() if (_is_unit(name, unit) if unit.name else name == ""))
-    return {name: value for values in settings for name, value in values.items()}
+    if not unit.name:
+        return dict(policy.units.get("", {}))
+    # Settings of a wrapper for activation checkpointing are those of what it holds, before what that has itself.
+    around = replace(unit, name=unit.name.removesuffix(f".{WRAPPER[:-1]}"), classes=())
+    given = [
+        (pattern, values)
+        for one in (around, unit)
+        for pattern, values in policy.units.items()
+        if _is_unit(pattern, one)
+    ]
+    return {name: value for _, values in given for name, value in values.items()}
 
 
 def _buckets(unit: str, layouts: Sequence[Layout], role: Roles, policy: Policy) -> tuple[Bucket, ...]:

@@ -95,8 +95,8 @@ class NewTree:
                     samples.append(f"{VALUES} '{name}' {sampled(full)}")
                     self.cut(layouts[name], full)
                     del full  # the next tensor is not made before this one is gone
-                made = ((name, buffers[name]) for name in blank)
-                samples += [f"{VALUES} '{name}' {sampled(x)}" for name, x in made if not x.is_meta]
+                filled = [name for name in blank if not buffers[name].is_meta]
+                samples += [f"{VALUES} '{name}' {sampled(buffers[name])}" for name in filled]
             if not _torch.simulated():
                 agree_on(self.mesh, "shard: init", samples, instead=f". {ALIKE}")
         for one in layouts.values():

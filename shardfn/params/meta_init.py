@@ -46,7 +46,7 @@ def initialized(
     everywhere = isinstance(getattr(init, "__self__", None), nn.Module)
     for path, module in model.named_modules():
         owned = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if not owned and not everywhere:
+        if not owned and not everywhere and any(tensor.is_meta for tensor in module.parameters()):
             _warn_of_unasked(module, path)
         if everywhere or any(tensor.is_meta and first_names[id(tensor)] not in held for tensor in owned):
             with _Writes() as writes, _children_as_they_are(module, path):

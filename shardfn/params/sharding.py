@@ -55,7 +55,9 @@ def shard(
             names of tied tensors.
         init: fills meta tensors: called once for every module that owns some, with that module's own tensors on the
             mesh's device, under a seed of its own (drawn from torch's seed on the first rank and the module's name), so
-            that the values do not depend on the mesh. Tensors of one module at a time are whole.
+            that the values do not depend on the mesh. Tensors of one module at a time are whole. It fills all of them,
+            and nothing else. A method of a module (`model._init_weights`) is called with every module. Of a tied
+            weight the values are those that the module of its first name is given.
         src: the global rank whose values count; others may hold meta tensors. Default: every rank has the same values
             (some of each tensor are compared): make the model under the same `torch.manual_seed` everywhere.
 
@@ -63,8 +65,9 @@ def shard(
         the tree; `params.plan`, `params.mesh`, `params.buffers` go with it.
 
     Raises:
-        ShardError: everything `plan` raises; meta tensors without `init` or `src`; ranks whose models, values, policies
-            or meshes differ. On every rank, before any tensor is sent.
+        ShardError: everything `plan` raises; meta tensors without `init` or `src`; an `init` that leaves a tensor out,
+            fills others, or differs between ranks; ranks whose models, values, policies or meshes differ. On every
+            rank, before any tensor is sent.
 
     Communication: one small object exchange over the mesh; with `src`, one broadcast a parameter.
     """

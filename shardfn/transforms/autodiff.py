@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from math import prod
@@ -19,6 +19,7 @@ from shardfn.layout import Grid, Plan, grid_of, has_derivatives, may_be_differen
 from shardfn.layout import Reduction as PlanReduction
 from shardfn.notation import ShardError, see
 from shardfn.params import Mean, Params, data_axes_of, entered, is_tree, map_local
+from shardfn.transforms.forward_mode import where_torch_is_wrong
 from shardfn.transforms.module_call import apply
 from shardfn.transforms.unsupported_calls import ours_only
 
@@ -155,7 +156,7 @@ def _by_autograd(loss_of: LossOf, primals: Sequence[Any], beside: Sequence[Any],
     owner = _first_tree(primals)
     here = active_transforms.Differentiation(trees, primals)
     with torch.enable_grad():
-        with here.runs(), explained("value_and_grad"):
+        with here.runs(), explained("value_and_grad"), where_torch_is_wrong() if here.around[1:] else nullcontext():
             loss, aux = loss_of(trees)
         over = owner if owner is not None or here.around else here.used  # whose data ranks have the batch
         loss, count = _objective(loss, over)

@@ -267,14 +267,16 @@ class _Call:
             with torch.no_grad(), comm.random_numbers_of_first(self.grid, self.kept.compute):
                 return self._loop(args, kwargs)
         masks, held = self._masks(), self.held
-        parameters = held is not None and not (self.grid.pure or _torch.in_transform() or _torch.is_traced())
+        inside = _torch.in_transform()
+        parameters = held is not None and not (self.grid.pure or inside or _torch.is_traced())
         session = Session(self.params, self.grid, (self.method, self.model.training), parameters)
         session.masks = masks
         binding = self._begin(session, adjust)
         try:
             new = self.kept.calls <= _CHECKED_CALLS and not (binding.compiles or self.grid.pure or recording())
             watch = OutsideOfTree(self.model, self.params) if new else nullcontext()
-            with binding.computes(session), session.hooks(traced=binding.compiles), watch, where_torch_is_wrong():
+            formulas = where_torch_is_wrong() if inside else nullcontext()
+            with binding.computes(session), session.hooks(traced=binding.compiles), watch, formulas:
                 output = getattr(self.module, self.method)(*args, **kwargs)
                 output = leaving(output, adjust, self.grid, self.plan)
         except (RuntimeError, AttributeError) as error:
@@ -289,7 +291,7 @@ class _Call:
                 masks.over = True
         if held is not None:
             held.end(self.model, self.params)
-        if not _torch.in_transform():
+        if not inside:
             binding.wait(session, output)
         return output
 

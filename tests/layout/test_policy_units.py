@@ -169,12 +169,12 @@ def test_a_pattern_to_ignore_that_matches_nothing() -> None:
         sf.plan(_net(), sf.MeshSpec(fsdp=2), sf.Policy(ignore="layer.0.**"))
 
 
-def test_settings_of_a_unit_that_has_no_parameters() -> None:
-    """The class is that of what the wrapper holds, and takes the parameters."""
+def test_settings_of_a_wrapper_are_those_of_what_it_holds() -> None:
+    """The class is that of what the wrapper for activation checkpointing holds, and the path that of the wrapper."""
     model = nn.Sequential(*(checkpoint_wrapper(nn.Linear(4, 4)) for _ in range(3)))
-    units = {nn.Linear: {}, "2": {"regather": False}}
-    with pytest.raises(sf.ShardError, match=r"'2' has settings and no parameters.*'2._checkpoint_wrapped_module'"):
-        sf.plan(model, sf.MeshSpec(fsdp=2), sf.Policy(units=units))
-    named = {nn.Linear: {}, "2._checkpoint_wrapped_module": {"regather": False}}
-    made = sf.plan(model, sf.MeshSpec(fsdp=2), sf.Policy(units=named))
-    assert [unit.regather for unit in made.units] == [True, True, False]
+    for path in ("2", "2._checkpoint_wrapped_module"):
+        made = sf.plan(model, sf.MeshSpec(fsdp=2), sf.Policy(units={nn.Linear: {}, path: {"regather": False}}))
+        assert [unit.regather for unit in made.units] == [True, True, False]
+    units = {"2": {"regather": False}, "2._checkpoint_wrapped_module": {"regather": 2}}
+    made = sf.plan(model, sf.MeshSpec(fsdp=4), sf.Policy(units=units))
+    assert [unit.regather for unit in made.units if unit.name] == [2]
