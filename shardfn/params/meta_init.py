@@ -23,7 +23,7 @@ Init: TypeAlias = Callable[[Any], Any]  # fills the meta tensors of the module t
 ALIKE = "init must fill tensors alike on all ranks: draw from torch's generator, which has a seed for each module"
 _WHOLE = "A function of the whole model needs it whole: make it on rank 0, on the meta device elsewhere, and pass src=0"
 _FILLING = ("init_weights", "reset_parameters", "_reset_parameters")  # methods that may fill modules below
-_PLAIN = (bool, int, float, str, type(None))  # attributes that are equal when their values are
+_PLAIN = (bool, int, float, str, type(None), torch.Size, torch.dtype)  # attributes that are equal when their values are
 
 
 def initialized(
@@ -168,9 +168,17 @@ def _require_nothing_else(module: nn.Module, path: str, copy: Any, before: Mappi
         if had[other] is not had[name]:
             raise _lost(module, path, f"tied {other!r} and {name!r}")
     for key in _changed(before, copy.__dict__):
-        old, new = before.get(key), copy.__dict__.get(key)
-        if not key.startswith("_") and not (type(old) is type(new) and type(old) in _PLAIN and old == new):
+        if not key.startswith("_") and not _says_the_same(before.get(key), copy.__dict__.get(key)):
             raise _lost(module, path, f"set its attribute {key!r}")
+
+
+def _says_the_same(old: Any, new: Any) -> bool:
+    """Whether two attributes are equal, as far as that can be told without asking what they are."""
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, list | tuple):
+        return len(old) == len(new) and all(map(_says_the_same, old, new))
+    return old is new or (type(old) in _PLAIN and old == new)
 
 
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:

@@ -22,6 +22,7 @@ LOST = {  # what `reset_parameters` does beside filling its own tensors -> what 
     "frozen": "changed requires_grad of 'other'",
     "tied": "tied 'scale' and 'other'",
     "attribute": "set its attribute 'factor'",
+    "an item": "set its attribute 'sizes'",
 }
 
 
@@ -33,7 +34,7 @@ class Fills(nn.Module):
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
-        self.how, self.factor = how, 1.0
+        self.how, self.factor, self.sizes = how, 1.0, [3, (1, 2)]
         self.lin = nn.Linear(6, 4)
         self.scale, self.other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
         self.register_parameter("bias", None)
@@ -47,7 +48,8 @@ class Fills(nn.Module):
         self.mask = torch.tensor([True, False, True])
         if self.how != "no order":
             self.get_buffer("order").zero_()
-        self.factor, self._done = 1.0, True  # which says what was said before, and what is private
+        # Which says what was said before, or is private.
+        self.factor, self.sizes, self._done = 1.0, [3, (1, 2 + (self.how == "an item"))], True
         match self.how:
             case "in place":
                 nn.init.zeros_(self.lin.weight)
