@@ -444,9 +444,9 @@ class _Meeting(TorchFunctionMode):
         if meets and len(flat) > 1:
             args, kwargs = _torch.pytree.tree_unflatten([self._varied(x) for x in flat], structure)
         out = func(*args, **(kwargs or {}))
-        draws = func.__name__.strip("_") in DRAWS and isinstance(out, Tensor) and out.shape in self._shapes
-        if draws and self._axes:
-            raise ShardError(f"tree.map: {drawn_for_parts(func.__name__, self._name)}")
+        name = getattr(func, "__name__", "")
+        if self._axes and name.strip("_") in DRAWS and isinstance(out, Tensor) and out.shape in self._shapes:
+            raise ShardError(f"tree.map: {drawn_for_parts(name, self._name)}")
         if meets:
             self._parts |= {id(x): x for x in _torch.pytree.tree_leaves(out) if isinstance(x, Tensor)}
         return out
