@@ -420,13 +420,8 @@ def _own_settings(policy: Policy, unit: ModuleInfo | None) -> dict[str, Any]:
         return dict(policy.units.get("", {}))
     # Settings of a wrapper for activation checkpointing are those of what it holds, before what that has itself.
     around = replace(unit, name=unit.name.removesuffix(f".{WRAPPER[:-1]}"), classes=())
-    given = [
-        (pattern, values)
-        for one in (around, unit)
-        for pattern, values in policy.units.items()
-        if _is_unit(pattern, one)
-    ]
-    return {name: value for _, values in given for name, value in values.items()}
+    given = (policy.units[pattern] for one in (around, unit) for pattern in policy.units if _is_unit(pattern, one))
+    return {name: value for values in given for name, value in values.items()}
 
 
 def _buckets(unit: str, layouts: Sequence[Layout], role: Roles, policy: Policy) -> tuple[Bucket, ...]:
