@@ -42,16 +42,19 @@ def initialized(
     """
     named = (*named_parameters(model).items(), *buffers.items())
     first_names = {id(tensor): names[0] for tensor, names in layout.by_all_names(named)}
-    on_meta = {_address(x): name for name, x in named if x.is_meta}
+    wanted = {_address(x): name for name, x in named if x.is_meta and first_names[id(x)] not in held}
     everywhere = isinstance(getattr(init, "__self__", None), nn.Module)
     for path, module in model.named_modules():
-        owned = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if not owned and not everywhere and any(tensor.is_meta for tensor in module.parameters()):
+        owns, has = (
+            any(x.is_meta and _address(x) in wanted for x in (*module.parameters(below), *module.buffers(below)))
+            for below in (False, True)
+        )
+        if has and not owns and not everywhere:
             _warn_of_unasked(module, path)
-        if everywhere or any(tensor.is_meta and first_names[id(tensor)] not in held for tensor in owned):
+        if owns or (has and everywhere):
             with _Writes() as writes, _children_as_they_are(module, path):
                 filled = _filled(module, path, init, digest([f"{seed}:{path}"]), device, writes.into)
-            if elsewhere := sorted(on_meta[at] for at in writes.into & on_meta.keys()):
+            if elsewhere := sorted(wanted[at] for at in writes.into & wanted.keys()):
                 raise _lost(module, path, f"filled {elsewhere[0]!r}, which is another module's")
             for name, buffer in tuple(buffers.items()):
                 buffers[name] = filled.get(id(buffer), buffer)  # under all of its names

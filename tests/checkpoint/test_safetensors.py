@@ -10,8 +10,10 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -62,6 +64,11 @@ def on_meta(family: Family, dtype: torch.dtype) -> nn.Module:
     with torch.device("meta"):
         config = getattr(transformers, family.config)(**family.fields)
         return getattr(transformers, family.model)(config).to(dtype)
+
+
+def drop_from(file: Path, names: Sequence[str]) -> None:
+    """Write a file again, without some of its tensors."""
+    save_file({name: x for name, x in load_file(file).items() if name not in names}, file, {"format": "pt"})
 
 
 def on_first_rank(fn: Any, *args: Any, **kwargs: Any) -> None:
@@ -174,6 +181,42 @@ def test_files_may_be_of_the_base_model_or_in_the_models_own_names(mesh: DeviceM
             on_first_rank(base.save_pretrained, path, save_original_format=False)
             params = load(path, blank, mesh, sf.policies.from_transformers(blank))
             assert_same_tensors(sf.gather(params), want)
+
+
+@on_meshes({"fsdp": 2, "tp": 1})
+def test_init_is_asked_for_what_the_files_do_not_have(mesh: DeviceMesh) -> None:
+    family = FAMILIES["GPT-2"]
+    model, blank = family.make().float(), on_meta(family, torch.float32)
+    init_weights: Any = blank._init_weights
+    asked: list[str] = []
+
+    def note(module: nn.Module) -> None:
+        asked.append(type(module).__name__)
+        init_weights(module)
+
+    whole = MethodType(lambda _, module: note(module), blank)  # a method of the model: asked about every module
+    for lost, init, want in (
+        ((), whole, []),
+        (("transformer.ln_f.weight",), whole, ["LayerNorm", "GPT2Model", "GPT2LMHeadModel"]),
+        (("transformer.ln_f.weight",), note, ["LayerNorm"]),
+    ):
+        with folder() as path:
+            on_first_rank(model.save_pretrained, path)
+            on_first_rank(drop_from, path / "model.safetensors", lost)
+            asked.clear()
+            with pytest.warns(UserWarning, match="init_weights") if init is note else nullcontext():
+                params = load(path, blank, mesh, sf.policies.from_transformers(blank), init=init, strict=False)
+            assert sorted(asked) == sorted(want)
+            assert_same_tensors(
+                sf.gather(params), {n: x.detach() for n, x in model.named_parameters(remove_duplicate=False)}
+            )
+    with folder() as path:  # GPT-2 scales this one from the module above it, of which init has a copy
+        on_first_rank(model.save_pretrained, path)
+        on_first_rank(drop_from, path / "model.safetensors", ("transformer.h.0.attn.c_proj.weight",))
+        assert_all_raise(
+            lambda: load(path, blank, mesh, sf.policies.from_transformers(blank), init=whole, strict=False),
+            "filled 'transformer.h.0.attn.c_proj.weight', which is another module's",
+        )
 
 
 @on_meshes({"fsdp": 1, "tp": 2})
