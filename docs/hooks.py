@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
+
 # Links, headings and blocks stay as they are; what is left of a page may have names in code.
 KEPT = re.compile(r"<(a|h[1-6]|pre)\b.*?</\1>", re.DOTALL)
 NAME = re.compile(r"<code>sf\.([A-Za-z_.0-9]+)[^<]*</code>")
@@ -29,6 +31,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
 def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
     """Have names of the library in code lead to their entries; those without one stay as they are."""
+    if "<blockquote>" in html:  # lines that begin with `>>>` are citations in Markdown
+        raise PluginError(f"{page.file.src_uri}: a citation, or an example in a docstring that docs/examples.py missed")
 
     def link(name: re.Match[str]) -> str:
         path = f"{name[1]}.{name[1]}" if name[1] in SAME else name[1]

@@ -251,7 +251,6 @@ class _Parser:
 def parse(rule: str, span: Span | None = None) -> Spec:
     """The `Spec` that `rule` spells, or the part of it at `span`; errors show all of it.
 
-    Example:
         >>> from shardfn.notation.spec import parse
         >>> str(parse("( heads@tp   d )  c@fsdp"))
         '(heads@tp d) c@fsdp'

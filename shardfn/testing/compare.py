@@ -25,7 +25,6 @@ def assert_close(
     Elementwise, `|actual - expected| <= atol + rtol * |expected|`. NaN equals nothing. `DTensor`s are compared as full
     tensors, which is a collective: call it on every rank.
 
-    Example:
         >>> import torch
         >>> from shardfn.testing import assert_close
         >>> assert_close(torch.ones(2) / 3, torch.tensor([0.333333, 0.333333]), rtol=1e-5, atol=0)
@@ -52,7 +51,6 @@ def assert_trees_close(actual: Any, expected: Any, *, rtol: float | None = None,
     Trees are mappings and sequences, nested or not, of tensors and numbers; `None` counts as absent. Trees without
     leaves are refused, since comparing nothing always succeeds.
 
-    Example:
         >>> import torch
         >>> from shardfn.testing import assert_trees_close
         >>> assert_trees_close({"w": torch.ones(2)}, {"w": torch.ones(2)}, rtol=0, atol=0)
@@ -81,7 +79,6 @@ def assert_parity(actual: Any, expected: Any, *, tol: float = 1e-12) -> None:
     never pass; integers and booleans must be equal. Trees are those of `assert_trees_close`; a single tensor is a tree
     too.
 
-    Example:
         >>> import torch
         >>> from shardfn.testing import assert_parity
         >>> w = torch.ones(2, dtype=torch.float64)

@@ -22,7 +22,6 @@ class Collectives:
     kinds together, and `bytes_of` the same by kind: what a rank offers, not what the algorithm then sends; of `receive`
     it is what arrives. `total` is the number of calls.
 
-    Example:
         >>> from shardfn.testing import Collectives
         >>> Collectives(all_gather=2, other=1).total
         3
@@ -62,7 +61,6 @@ def count_collectives() -> Iterator[Collectives]:
 
     Forward and backward count, and what DTensor issues does too; a coalesced collective counts once.
 
-    Example:
         >>> from shardfn.testing import count_collectives
         >>> with count_collectives() as counts:
         ...     pass

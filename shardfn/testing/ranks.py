@@ -26,7 +26,6 @@ class RankError(AssertionError):
     ended has a `ChildProcessError`. It is an `AssertionError`, so that test runners report a failed test and not a
     broken one.
 
-    Example:
         >>> from shardfn.testing import RankError, run
         >>> try:
         ...     run(divmod, 1, 0, ranks=1)
@@ -49,7 +48,6 @@ def run(fn: Callable[..., T], *args: Any, ranks: int = 4, timeout: float = 240, 
     `MASTER_*`) and warning filters: where pytest turns warnings into errors, the ranks do too. Module globals live on
     in the ranks from one call to the next, until a call fails: then new processes take over.
 
-    Example:
         >>> import torch.distributed as dist
         >>> from shardfn.testing import run
         >>> run(dist.get_rank, ranks=2)
@@ -91,7 +89,6 @@ def run_raises(
 
     An error that only some ranks raise is a hang on the others, which is why all of them must.
 
-    Example:
         >>> from shardfn.testing import run_raises
         >>> run_raises(ZeroDivisionError, divmod, 1, 0, match="by zero", ranks=1)
         ['integer division or modulo by zero']
@@ -133,7 +130,6 @@ def on_meshes(*meshes: Mapping[str, int], timeout: float = 240) -> Callable[[Cal
     fixtures or hypothesis in the parent process and must pickle. Without arguments the meshes are (fsdp, tp) = (4, 1),
     (2, 2) and (1, 4).
 
-    Example:
         >>> from shardfn.testing import on_meshes
         >>> @on_meshes({"fsdp": 3}, {"fsdp": 2, "tp": 2})
         ... def test_axes(mesh):
@@ -178,7 +174,6 @@ def shutdown() -> None:
 
     Runs at interpreter exit by itself. Call it to free memory earlier.
 
-    Example:
         >>> from shardfn.testing import shutdown
         >>> shutdown()
     """
