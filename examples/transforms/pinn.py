@@ -1,7 +1,6 @@
 """A physics-informed net: it learns a solution of the heat equation from the equation alone, by second derivatives.
 
     torchrun --standalone --nproc-per-node 4 examples/transforms/pinn.py              # on 2 x 2, three minutes on CPU
-    python examples/transforms/pinn.py --steps 100
 
 The temperature u(x, t) of a rod obeys u_t = A u_xx, is sin(pi x) at the beginning, and 0 at both ends at all times. So
 it is exp(-A pi^2 t) sin(pi x), with which the net is compared at the end; it never sees that.
@@ -14,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from problem import make_mesh
 from torch import Tensor, nn
 
 import shardfn as sf
@@ -29,14 +28,9 @@ def make_net(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
-def temperature(net: nn.Module, params: sf.Params, z: Tensor) -> Tensor:
-    """u at the points z [b, 2]."""
-    return sf.apply(net, params, z)[:, 0]
-
-
 def slopes(net: nn.Module, params: sf.Params, z: Tensor) -> Tensor:
     """u_x and u_t, [b, 2]: a sum over points has the slope of each of them."""
-    return sf.grad(lambda p, z: temperature(net, p, z).sum(), argnums=1)(params, z)
+    return sf.grad(lambda p, z: sf.apply(net, p, z).sum(), argnums=1)(params, z)
 
 
 def residual(net: nn.Module, params: sf.Params, z: Tensor) -> Tensor:
@@ -47,8 +41,8 @@ def residual(net: nn.Module, params: sf.Params, z: Tensor) -> Tensor:
 
 def loss_of(net: nn.Module, params: sf.Params, inside: Tensor, begin: Tensor, ends: Tensor) -> Tensor:
     """How far the net is from the equation, from the beginning, and from zero at the ends."""
-    wrong = temperature(net, params, begin) - torch.sin(math.pi * begin[:, 0])
-    return sum(x.square().mean() for x in (residual(net, params, inside), wrong, temperature(net, params, ends)))
+    wrong = sf.apply(net, params, begin) - torch.sin(math.pi * begin[:, :1])
+    return sum(x.square().mean() for x in (residual(net, params, inside), wrong, sf.apply(net, params, ends)))
 
 
 def draw_points(step: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,10 +77,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--out", type=Path, default=Path("heat.png"))
     options = parser.parse_args(argv)
-    steps = options.steps
-    ranks = sf.make_mesh("cpu", fsdp=-1).size()
-    mesh = sf.make_mesh("cpu", fsdp=-1, tp=2 if ranks % 2 == 0 else 1)
-    net = make_net()
+    steps, mesh, net = options.steps, make_mesh(), make_net()
     params = sf.shard(net, mesh, sf.Policy(rules=RULES))
     optimizer = sf.optim.adamw(sf.optim.warmup_cosine(5e-3, steps // 10, steps), weight_decay=0.0)
     state = optimizer.init(params)
@@ -94,11 +85,11 @@ def main(argv: Sequence[str] | None = None) -> float:
     for step in range(steps):
         loss, grads = step_of(params, *sf.data.local_batch(draw_points(step, 256), mesh))
         params, state = optimizer.step(params, grads, state)
-        if dist.get_rank() == 0 and (step + 1) % (steps // 5) == 0:
+        if mesh.get_rank() == 0 and (step + 1) % (steps // 5) == 0:
             print(f"step {step + 1}: loss {loss:.2e}", flush=True)
     net.load_state_dict(sf.gather(params))
-    error = draw(options.out if dist.get_rank() == 0 else None, net)
-    if dist.get_rank() == 0:
+    error = draw(options.out if mesh.get_rank() == 0 else None, net)
+    if mesh.get_rank() == 0:
         print(f"largest error {error:.4f}; picture: {options.out}")
     return error
 
