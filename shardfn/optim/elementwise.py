@@ -314,7 +314,7 @@ def adamw(
         state_dtype: dtype of the running means; default the parameter's. The arithmetic is in the wider of both.
 
     Returns:
-        an optimizer with state `AdamState(step, mu, nu)`: trees with the parameters' layouts, which reshard, gather and
+        an optimizer with state `AdamState(step, mu, nu)`, trees with the parameters' layouts, which reshard, gather and
         save like parameters.
 
     Raises:

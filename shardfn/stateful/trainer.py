@@ -187,9 +187,9 @@ class Trainer(nn.Module):
         """One update on this data rank's batch.
 
         Returns:
-            `loss` (averaged over data ranks) and `grad_norm` (before clipping) as scalar tensors; `tokens`: elements of
-            the last tensor of the batch, summed over data ranks; `lr`: the learning rate of this update, None for an
-            optimizer that has none; `seconds`: since the end of the step before; with a scaler `scale`, by which this
+            `loss` (averaged over data ranks) and `grad_norm` (before clipping) as scalar tensors; `tokens`, elements of
+            the last tensor of the batch, summed over data ranks; `lr`, the learning rate of this update, None for an
+            optimizer that has none; `seconds` since the end of the step before; with a scaler `scale`, by which this
             loss was scaled.
 
         Raises:

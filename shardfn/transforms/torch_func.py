@@ -64,7 +64,7 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
         has_aux: whether `func` also returns something that is not differentiated.
 
     Returns:
-        `(value, tangent)`, or `(value, tangent, aux)`: of this data rank, not averaged.
+        `(value, tangent)`, or `(value, tangent, aux)`, of this data rank and not averaged.
 
     Raises:
         ShardError: tangents of other names, shapes or layouts.
@@ -138,7 +138,7 @@ def hvp(func: Callable[..., Any], primals: Any, tangent: Any) -> Any:
         tangent: the direction, like `params`.
 
     Returns:
-        a tree like `params`: the product with the Hessian of the loss averaged over the data axes.
+        a tree like `params`, the product with the Hessian of the loss averaged over the data axes.
 
     Raises:
         ShardError: a tangent of other names, shapes or layouts.
