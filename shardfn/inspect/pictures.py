@@ -9,7 +9,6 @@ tensor's values. A layout becomes a `TensorView` first; text and picture are two
 """
 
 import os
-import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from shardfn.inspect.views import At, TensorView, ranks_text, views_of
+from shardfn.notation import in_one, without_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -153,16 +153,19 @@ def _groups(views: Mapping[str, TensorView]) -> list[tuple[TensorView, list[str]
 
 
 def names_text(names: Sequence[str], most: int = 4) -> list[str]:
-    """Names that differ in numbers only as one, and how many there are; at most `most` lines.
+    """Names that differ in numbers only as one; at most `most` lines.
 
     >>> from shardfn.inspect.pictures import names_text
     >>> names_text(["h.0.w", "h.1.w", "head.w"])
-    ['h.*.w (2)', 'head.w']
+    ['h.{0,1}.w', 'head.w']
     """
     alike: dict[str, list[str]] = {}
     for name in names:
-        alike.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
-    lines = [f"{pattern} ({len(members)})" if len(members) > 1 else members[0] for pattern, members in alike.items()]
+        alike.setdefault(without_numbers(name), []).append(name)
+    lines: list[str] = []
+    for members in alike.values():
+        one = in_one(members)
+        lines += members if one is None else [one]
     return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more"]
 
 

@@ -5,7 +5,6 @@ never thinks; `planning.py` makes them.
 """
 
 import hashlib
-import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import prod
@@ -17,7 +16,7 @@ from shardfn.layout.layout import Layout, Leaf
 from shardfn.layout.mesh import Roles
 from shardfn.layout.model_info import ModelInfo, ModuleInfo, class_name
 from shardfn.layout.policy import Policy, first_match
-from shardfn.notation import ShardError, Spec, did_you_mean, parse
+from shardfn.notation import ShardError, Spec, did_you_mean, in_one, parse, without_numbers
 
 # Or a function of the user's own, `reduce(flat, shard)`: of the gradients of a bucket as one flat tensor, part i for
 # rank i, it fills this rank's flat shard with what counts; where nothing is split, `reduce(flat, None)` works in place.
@@ -334,10 +333,10 @@ class Plan:
         groups: dict[Hashable, list[Layout]] = {}
         for layout in self.layouts.values():
             leaves = tuple((leaf.shape, leaf.splits) for leaf in layout.leaves)
-            names = _without_numbers(layout.name), _without_numbers(layout.unit)
+            names = without_numbers(layout.name), without_numbers(layout.unit)
             groups.setdefault((names, layout.shape, str(layout.rule), layout.dtype, leaves), []).append(layout)
         for group in groups.values():
-            name, unit = _in_one([x.name for x in group]), _in_one([x.unit for x in group])
+            name, unit = in_one([x.name for x in group]), in_one([x.unit for x in group])
             if name is not None and unit is not None:
                 yield name, unit, group[0], len(group)
             else:
@@ -401,30 +400,6 @@ def first_matches(patterns: Mapping[str, object], info: ModelInfo) -> dict[str, 
 def innermost(data: Sequence[str], axes: Mapping[str, int]) -> str | None:
     """The last data axis of several ranks."""
     return next((axis for axis in reversed(data) if axes[axis] > 1), None)
-
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole segment of a name
-
-
-def _without_numbers(name: str) -> str:
-    return _NUMBER.sub("#", name)
-
-
-def _in_one(names: Sequence[str]) -> str | None:
-    """Names that differ by numbers as one, `layers.{0..79}.up`; None where these are not all their combinations."""
-    columns = [sorted(set(map(int, column))) for column in zip(*map(_NUMBER.findall, names), strict=True)]
-    if len(set(names)) != prod(map(len, columns)) and len(set(names)) > 1:
-        return None
-    texts = iter(map(_run, columns))
-    return _NUMBER.sub(lambda _: next(texts), names[0])
-
-
-def _run(numbers: Sequence[int]) -> str:
-    first, last = numbers[0], numbers[-1]
-    if first == last:
-        return str(first)
-    whole = last - first + 1 == len(numbers) > 2
-    return f"{{{first}..{last}}}" if whole else "{" + ",".join(map(str, numbers)) + "}"
 
 
 def _described(layout: Layout) -> str:
