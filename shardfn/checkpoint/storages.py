@@ -76,7 +76,7 @@ class LocalDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()  # which stays, wherever the process goes
+        self.path: Path = Path(path).absolute()  # which stays, wherever the process goes
 
     def __repr__(self) -> str:
         return f"'{self.path}'"

@@ -47,7 +47,7 @@ class MeshSpec:
     """
 
     def __init__(self, **axes: int) -> None:
-        self.axes = _checked(axes, "MeshSpec")
+        self.axes: dict[str, int] = _checked(axes, "MeshSpec")
         for name, size in self.axes.items():
             if size < 1:
                 raise ValueError(f"MeshSpec({name}={size}): an axis has at least one rank")
