@@ -6,9 +6,12 @@ import pytest
 import torch
 from drawing import untyped
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import shardfn as sf
 from shardfn.layout.model_info import ParamInfo, class_name, describe, kind_of
+from shardfn.testing import on_meshes
 
 
 class Own(nn.Linear):
@@ -81,3 +84,10 @@ def test_lazy_parameters_have_no_shape() -> None:
         sf.plan(lazy, sf.MeshSpec(fsdp=2), sf.Policy())
     lazy(torch.ones(1, 2))
     assert "1.weight" in sf.plan(lazy, sf.MeshSpec(fsdp=2), sf.Policy()).layouts
+
+
+@on_meshes({"fsdp": 2})
+def test_a_model_that_torch_has_sharded_names_the_other_class(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(sf.ShardError, match=r"that torch's own fully_shard has sharded.*shardfn\.compat\.fsdp2"):
+        sf.shard(model, mesh, sf.Policy())

@@ -1,8 +1,11 @@
 """What a `Trainer` goes on with: where it was, how many samples it had, random numbers, loaders of each rank."""
 
+import gc
+import io
 import random
 import shutil
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from drawing import untyped
 from torch import Tensor, nn
 
 import shardfn as sf
+from shardfn import watch
 from shardfn.testing import run, run_raises
 
 
@@ -264,3 +268,33 @@ def _saves_something_else_on_a_rank(path: str) -> None:
 def test_ranks_that_save_other_states_are_an_error(tmp_path: Path) -> None:
     match = r"ranks differ: rank 0 has the states \['log'\]; rank 1 has the states \[\]"
     run_raises(sf.ShardError, _saves_something_else_on_a_rank, str(tmp_path), match=match, ranks=2)
+
+
+def _ends(trainer: sf.Trainer) -> str:
+    """SIGTERM came to a rank: what the step prints."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(watch, "asked_to_stop", lambda _: True)
+        with pytest.raises(SystemExit) as stopped:
+            trainer.step(torch.ones(2, 4))
+    assert stopped.value.code == 75
+    return printed.getvalue()
+
+
+def _end(path: str) -> list[str]:
+    """What is printed where another trainer would resume, too, and where none would."""
+    one, other = _trainer(2, resume=f"{path}/one"), _trainer(2, resume=f"{path}/other")
+    said = [_ends(one)]
+    assert not Path(path, "other").exists() and other.steps == 0
+    del one, other
+    gc.collect()
+    one = _trainer(2, resume=f"{path}/one")
+    assert one.steps == 1
+    return [*said, _ends(one)]
+
+
+def test_a_line_says_which_trainer_is_saved_at_the_end(tmp_path: Path) -> None:
+    (two, alone), others = run(_end, str(tmp_path), ranks=2)
+    for said, step in ((two, 1), (alone, 2)):
+        assert f"saved '{tmp_path}/one/step-{step:08}', and all ranks end with status 75" in said
+    assert "other Trainers with resume= were not" in two and "other" not in alone.replace(str(tmp_path), "")
+    assert others == ["", ""]
