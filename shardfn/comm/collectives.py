@@ -5,7 +5,7 @@ tensor (a dry run sees the right shapes) or over a single rank.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from shardfn.context import active_transforms
 from shardfn.layout import MeshSpec, axes_of
 from shardfn.notation import ShardError, did_you_mean
 
+Values = TypeVar("Values")  # a tensor, or a dict, list or tuple of tensors
 Gathers = Sequence[tuple[str, int, Tensor, Tensor]]  # axis, dim, what was gathered, the whole
 
 
@@ -96,7 +97,7 @@ for _name in "truediv rtruediv pow rpow float divmod rdivmod lshift rlshift rshi
     setattr(RankIndex, f"__{_name}__", _divides)
 
 
-def psum(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+def psum(x: Values, mesh: Mesh, axis: str) -> Values:
     """The sum over the ranks of an axis: varying in, invariant out.
 
     Transpose: `pvary`, so that a loss that every rank computes alike from the sum has the right gradient. One
@@ -109,23 +110,38 @@ def psum(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
         tensor([1., 1.])
 
     Args:
-        x: `[...]`, floating or integer; the same shape and dtype on every rank.
+        x: `[...]`, floating or integer; the same shape and dtype on every rank. Or a dict, list or tuple of such, as
+            metrics are: a collective for each.
         mesh: a mesh with axis names; a `MeshSpec` when x is on the meta device.
         axis: the name of one axis. Over an axis of size 1 this is x itself.
 
     Returns:
-        `[...]`, the same on every rank of the axis.
+        like x, the same on every rank of the axis.
 
     Raises:
         ShardError: the mesh has no such axis, or the dtype is none that adds (bool, float8); in a loss, of a scalar
             that the ranks of the axis share.
+        TypeError: something that is no tensor.
     """
+    if not isinstance(x, Tensor):
+        return _each("psum", psum, x, mesh, axis)
     if not x.is_complex():
         check_addable("psum", x)
     if _size("psum", mesh, axis, x) == 1:
         return x
     _require_no_loss("psum", x, axis)
     return bind("psum", x, mesh, axis)
+
+
+def _each(name: str, collective: Callable[..., Any], x: Any, mesh: Mesh, axis: str) -> Any:
+    """A collective of every tensor in a container, in an order that is the same on all ranks."""
+    if type(x) is dict:
+        done = {key: collective(x[key], mesh, axis) for key in sorted(x)}
+        return {key: done[key] for key in x}
+    if isinstance(x, list | tuple):
+        items = [collective(item, mesh, axis) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+    raise TypeError(f"{name}: a {type(x).__name__}; takes a tensor, or a dict, list or tuple of them")
 
 
 def psum_of_trees(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
@@ -146,7 +162,7 @@ def _require_no_loss(name: str, x: Tensor, axis: str) -> None:
         raise active_transforms.several_losses(name, axis, "nobody can tell whether a pvary follows")
 
 
-def pmean(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+def pmean(x: Values, mesh: Mesh, axis: str) -> Values:
     """The mean over the ranks of an axis, `psum(x) / W`: varying in, invariant out.
 
     Transpose: `pvary` divided by W. One all-reduce of x, about 2 * x.nbytes sent by each rank; none in backward.
@@ -157,16 +173,19 @@ def pmean(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
         tensor([1., 1.])
 
     Args:
-        x: `[...]`, floating; the same shape and dtype on every rank.
+        x: `[...]`, floating; the same shape and dtype on every rank. Or a dict, list or tuple of such, as metrics are.
         mesh: a mesh with axis names; a `MeshSpec` when x is on the meta device.
         axis: the name of one axis. Over an axis of size 1 this is x itself.
 
     Returns:
-        `[...]`, the same on every rank of the axis.
+        like x, the same on every rank of the axis.
 
     Raises:
         ShardError: the mesh has no such axis, or the dtype has no mean (integers, bool, float8).
+        TypeError: something that is no tensor.
     """
+    if not isinstance(x, Tensor):
+        return _each("pmean", pmean, x, mesh, axis)
     if not x.is_complex():
         if not x.is_floating_point():
             raise ShardError(f"pmean: {x.dtype} has no mean. Convert x with x.float(), or use psum.")

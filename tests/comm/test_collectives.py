@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -516,6 +516,25 @@ def refusals_on_a_rank() -> None:
 
 def test_meshes_without_names_dtensors_and_writes_are_refused() -> None:
     run(refusals_on_a_rank, ranks=2)
+
+
+class Metrics(NamedTuple):
+    loss: Tensor
+    counts: list[Tensor]
+
+
+@on_meshes({"fsdp": 2})
+def test_sums_of_metrics(mesh: DeviceMesh) -> None:
+    mine = float(dist.get_rank())
+    names = ["loss", "norm"] if mine else ["norm", "loss"]  # as a set, or what came first, may have put them
+    metrics = {name: torch.tensor(mine + len(name) * (name == "loss")) for name in names}
+    found = sf.collectives.pmean(metrics, mesh, "fsdp")
+    assert list(found) == names and {name: float(x) for name, x in found.items()} == {"loss": 4.5, "norm": 0.5}
+    more = sf.collectives.psum(Metrics(torch.ones(2), [torch.tensor(1), torch.tensor(2)]), mesh, "fsdp")
+    assert type(more) is Metrics and more.loss.tolist() == [2, 2] and more.counts == [2, 4]
+    for wrong in (3.0, {"loss": 3.0}, sf.shard(nn.Linear(2, 2), mesh, sf.Policy(), src=0)):
+        with pytest.raises((TypeError, ShardError), match=r"pmean: .*(takes a tensor|Pass x.to_local)"):
+            sf.collectives.pmean(wrong, mesh, "fsdp")
 
 
 @on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
