@@ -88,6 +88,7 @@ def test_lazy_parameters_have_no_shape() -> None:
 
 @on_meshes({"fsdp": 2})
 def test_a_model_that_torch_has_sharded_names_the_other_class(mesh: DeviceMesh) -> None:
-    model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(sf.ShardError, match=r"that torch's own fully_shard has sharded.*shardfn\.compat\.fsdp2"):
         sf.shard(model, mesh, sf.Policy())
