@@ -214,7 +214,10 @@ class Eager(torch.autograd.Function):
         ctx.meets = ctx.meets or not is_batch_axis(axis) or active_transforms.is_under_way()  # or by a pvary, later
         if JOURNALS:
             return _moved(kind, x, mesh, axis, dims)
-        return _PAIRS[kind].move(x, mesh, axis, *dims)
+        try:
+            return _PAIRS[kind].move(x, mesh, axis, *dims)
+        except RuntimeError as error:
+            raise_explained(mesh, error)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

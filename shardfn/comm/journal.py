@@ -96,6 +96,7 @@ class Journal:
         return self.watcher.explained(error) if is_of_peers(error) else error
 
 
+_WATCH = "With sf.collectives.watch(mesh): around the loop all ranks say which one it was, where and why"
 JOURNALS: dict[Any, Journal] = {}  # by mesh; empty unless somebody watches
 
 
@@ -130,8 +131,10 @@ def keep_journal(mesh: Any, journal: Journal | None) -> None:
 
 
 def explained(mesh: Any, error: RuntimeError) -> Exception:
-    """Why a communication over a mesh failed, if somebody watches; else the error itself."""
+    """Why a communication over a mesh failed, if somebody watches; else the error itself, which says how to watch."""
     journal = journal_of(mesh)
+    if journal is None and is_of_peers(error):
+        error.add_note(f"shardfn: another rank has failed or ended. {_WATCH}")
     return error if journal is None else journal.explained(error)
 
 

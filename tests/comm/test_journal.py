@@ -3,9 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 import shardfn as sf
 from shardfn.comm.journal import JOURNALS, Journal, Line, journal_of, keep_journal, note, note_of_ranks
+from shardfn.testing import RankError, run
 
 
 class _Watcher:
@@ -94,3 +98,22 @@ def test_steps_of_ranks_go_into_their_newest_journal() -> None:
     note_of_ranks(first, "another step")
     keep_journal(other, None)
     assert [[*journal.last] for journal in journals] == [["step"], ["step", "another step"], ["step"]]
+
+
+def _fails_on_one_rank(kind: str) -> None:
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    params = sf.shard(model, mesh, sf.Policy())
+    if dist.get_rank() == 1:
+        raise ArithmeticError
+    if kind == "step":
+        sf.grad(lambda p: sf.apply(model, p, torch.ones(2, 4)).sum())(params)
+    else:
+        sf.collectives.psum(torch.ones(2), mesh, "fsdp")
+
+
+@pytest.mark.parametrize("kind", ["step", "psum"])
+def test_who_waits_for_a_rank_that_failed_learns_how_to_find_out_which(kind: str) -> None:
+    with pytest.raises(RankError, match=r"another rank has failed or ended. With sf\.collectives\.watch\(mesh\)"):
+        run(_fails_on_one_rank, kind, ranks=2)
