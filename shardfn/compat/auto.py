@@ -2,4 +2,5 @@
 
 from shardfn.compat import switch
 
+__all__ = ["switch"]
 switch.on()

@@ -13,6 +13,7 @@ from shardfn.compat.fsdp2 import fully_shard
 from shardfn.layout import default_device_type
 from shardfn.notation import ShardError
 
+__all__ = ["TorchFullyShardedDataParallel"]
 # Where Megatron has the classes that become units by default.
 _DEFAULTS = (
     ("megatron.core.transformer.transformer_layer", "TransformerLayer"),

@@ -56,7 +56,7 @@ class Table:
     def counts_said_in(self, page: str) -> str:
         """The counts that a page of the docs has, in the same words."""
         text = (Path(__file__).parents[2] / "docs" / page).read_text()
-        found = re.search(r"(\d+) rows[^.]*?(\d+) are served, (\d+) refused[^.]*?(\w+) missing", text)
+        found = re.search(r"(\d+)\s+rows[^.]*?(\d+) are served, (\d+) refused[^.]*?(\w+) missing", text)
         assert found is not None, f"{page} does not say how many rows are served"
         total, served, refused, missing = (int(each) if each != "none" else 0 for each in found.groups())
         assert total == served + refused + missing, page

@@ -14,9 +14,15 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, Offload
 from torch.distributed.fsdp import OptimStateKeyType, ShardedOptimStateDictConfig, ShardedStateDictConfig
 from torch.distributed.fsdp import ShardingStrategy, StateDictConfig, StateDictSettings, StateDictType, UnshardHandle
 
+from shardfn.compat import fsdp2
 from shardfn.compat.fsdp1 import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 from shardfn.compat.fsdp1.instance import Instance, state_dict_settings
 from shardfn.compat.fsdp1.state_dicts import OnClassOrInstance
 from shardfn.compat.fsdp1.wrapper import FullyShardedDataParallel
 from shardfn.compat.fsdp2 import DataParallelMeshDims, FSDPModule, fully_shard, register_fsdp_forward_method
 from shardfn.compat.fsdp2 import share_comm_ctx
+
+__all__ = ["FlatParameter", "FullyShardedDataParallel", "OptimStateKeyType", "api"]
+__all__ += ["fully_sharded_data_parallel", "sharded_grad_scaler", "wrap"]
+__all__ += api.__all__
+__all__ += fsdp2.__all__

@@ -16,3 +16,6 @@ from shardfn.compat.fsdp2.fully_sharded import share_comm_ctx
 
 # Newer than the oldest torch that this library runs on; None there.
 DataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
+
+__all__ = ["CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy"]
+__all__ += ["UnshardHandle", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]

@@ -10,3 +10,5 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 from shardfn.compat.hfai import warp, wrap
 from shardfn.compat.hfai.wrapper import FullyShardedDataParallel
+
+__all__ = ["BackwardPrefetch", "FullyShardedDataParallel", "warp", "wrap"]
