@@ -60,8 +60,8 @@ def parse_mesh(value: str) -> dict[str, int]:
     return axes
 
 
-def open_folder(options: argparse.Namespace, text: str) -> None:
-    """Make the run's folder, or check that the one that is there was made with the same settings and text.
+def open_folder(options: argparse.Namespace, digest: str) -> None:
+    """Make the run's folder, or check that the one that is there has the same settings, and text of the same digest.
 
     Raises:
         ValueError: it was not, on every rank alike.
@@ -71,7 +71,7 @@ def open_folder(options: argparse.Namespace, text: str) -> None:
         shutil.rmtree(options.out / "checkpoints", ignore_errors=True)
         path.unlink(missing_ok=True)
     dist.barrier()
-    now = {name: getattr(options, name) for name in SETTINGS} | {"text": text}
+    now = {name: getattr(options, name) for name in SETTINGS} | {"text": digest}
     then = json.loads(path.read_text()) if path.exists() else now
     changed = [f"{name} was {then.get(name)!r}, is {value!r}" for name, value in now.items() if then.get(name) != value]
     if changed:
