@@ -99,7 +99,7 @@ def test_three_deaths_leave_the_losses_as_they_were(tmp_path: Path, undisturbed:
     assert code == 0, output
     log = Log(tmp_path / "run")
     assert log.losses == undisturbed
-    assert log.longest_pause < 150  # 25 s on a machine that does nothing else, of which torchrun needs most
+    assert log.longest_pause < 150  # 18 to 25 s on a machine that does nothing else, of which torchrun needs most
 
 
 @pytest.mark.slow
@@ -108,7 +108,8 @@ def test_one_of_two_hosts_dies(tmp_path: Path, undisturbed: list[float]) -> None
     with socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    # After 3 seconds torch took a host whose core was busy for dead, and the other began a run of its own.
+    conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=10"
     shared = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"]
     shared += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "run", "--rdzv-conf", conf]
     script, log = [str(TRAIN), str(tmp_path / "run"), str(STEPS)], Log(tmp_path / "run")
@@ -123,7 +124,7 @@ def test_one_of_two_hosts_dies(tmp_path: Path, undisturbed: list[float]) -> None
     assert log.ranks[-2:] == [4, 2]
     assert len(log.losses) == STEPS
     assert max(abs(a - b) / b for a, b in zip(log.losses, undisturbed, strict=True)) <= 1e-12
-    assert log.longest_pause < 150  # 25 s on a machine that does nothing else, of which torchrun needs most
+    assert log.longest_pause < 150  # 18 to 25 s on a machine that does nothing else, of which torchrun needs most
 
 
 @pytest.mark.slow
