@@ -5,4 +5,4 @@
 set -euo pipefail
 exec "${PYTHON:-python}" -m shardfn.run --nnodes "$NODES" --nproc-per-node "${RANKS:-gpu}" \
     --rdzv-backend c10d --rdzv-endpoint "$HEAD" --rdzv-id "${RUN:-run}" --max-restarts "${RESTARTS:-10}" \
-    --rdzv-conf "last_call_timeout=${LAST_CALL:-30},keep_alive_interval=2,keep_alive_max_attempt=3" "$@"
+    --rdzv-conf "last_call_timeout=${LAST_CALL:-30},keep_alive_interval=2,keep_alive_max_attempt=8" "$@"
