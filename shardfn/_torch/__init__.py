@@ -35,7 +35,7 @@ from shardfn._torch.modules import forward_hooks, function_of_custom, has_forwar
 from shardfn._torch.modules import names_left_out, padding_widths, parameters_of, refresh_flat_weights, set_tables
 from shardfn._torch.modules import unsplit_classes, wrapped_by
 from shardfn._torch.simulation import AS_TENSORS, of_each_rank, on_each_rank, part_of_rank, simulated_ranks
-from shardfn._torch.symbols import OF_MEMORY, PLAIN, Node, plainly, wrapper
+from shardfn._torch.symbols import FOLDED_BY_VALUE, OF_MEMORY, PLAIN, Node, plainly, wrapper
 from shardfn._torch.tensors import bytes_of, call_parameters, differentiates_from_local, dtensor_spec, dtypes_of
 from shardfn._torch.tensors import fresh_leaves
 from shardfn._torch.tensors import move_to_mesh, same_layouts, spec_of, unwrap_local, unwrap_locals, version_of

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
@@ -138,3 +139,6 @@ OF_MEMORY: dict[Any, Callable[..., Any]] = {
     _aten.stride.default: lambda x: list(x.stride()),
     _aten.sym_stride.default: lambda x: list(x.stride()),
 }
+
+# Products that ask symbolic sizes for a plain number where no gradient is asked for, unless they get two dims.
+FOLDED_BY_VALUE = () if torch.__version__ >= "2.13" else (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)

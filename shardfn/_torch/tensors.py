@@ -1,6 +1,7 @@
 """Tensors: their versions; DTensors around local tensors and back, many at a time, without torch's checks of each."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import wraps
 from math import prod
 from operator import attrgetter, eq, is_
 from typing import Any
@@ -9,9 +10,23 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, _api
+from torch.distributed.tensor import DTensor, Placement, Replicate, _api, _redistribute
 from torch.distributed.tensor._api import _FromTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+_flattened: Callable[..., DeviceMesh | None] = _redistribute._get_flattened_mesh_by_layout
+
+
+def _flattened_or_none(mesh: DeviceMesh, dims: tuple[int, ...]) -> DeviceMesh | None:
+    """None for axes in another order than the root mesh's, as ours are; torch 2.11 raises (`p.sum().full_tensor()`)."""
+    try:
+        return _flattened(mesh, dims)
+    except KeyError:
+        return None  # then each axis has a collective of its own
+
+
+if torch.__version__ < "2.13":
+    _redistribute._get_flattened_mesh_by_layout = _flattened_or_none
 
 # DTensor from a local tensor without a check or a collective: 125 us for 50 leaves against 1 382 us for `from_local`.
 # `from_local` also infers a wrong global shape for uneven shards. Checked with 2.11 and 2.13.
@@ -80,9 +95,25 @@ class _FromLocal(_FromTorchTensor):
 def differentiates_from_local() -> None:
     """From now on gradients of gradients by inputs of `parallelize_module`'s modules are those of one process.
 
-    Needless when `torch.distributed.tensor._api._FromTorchTensor.backward` has a graph, too.
+    Needless when `torch.distributed.tensor._api._FromTorchTensor.backward` has a graph, too. Where other backwards of
+    DTensor have none either (before torch 2.13), they are an error.
     """
     _api._FromTorchTensor = _FromLocal
+    moves: Any = _redistribute.Redistribute, _api._ToTorchTensor
+    for one in moves if not hasattr(_redistribute, "NestedRedistribute") else ():
+        if not hasattr(one.backward, "__wrapped__"):
+            one.backward = staticmethod(_without_graph(one.backward))
+
+
+def _without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(backward)
+    def call(ctx: Any, grad_output: Any) -> Any:
+        if torch.is_grad_enabled() and grad_output is not None and grad_output.requires_grad:
+            why = "DTensor's backward has no graph before torch 2.13, so that a gradient of it would be wrong"
+            raise NotImplementedError(f"a model that parallelize_module has split: {why}. Split it by rules instead")
+        return backward(ctx, grad_output)
+
+    return call
 
 
 # Many leaves at a time: `map` in C takes 30 ns a leaf.

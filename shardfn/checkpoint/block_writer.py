@@ -136,8 +136,8 @@ def _serve(descriptor: int) -> None:
         Path("/proc/self/autogroup").write_text("19")
     for line in sys.stdin:
         request = json.loads(line)
-        with mmap.mmap(descriptor, request["size"], access=mmap.ACCESS_READ) as memory, memoryview(memory) as view:
-            answer = _written(request["path"], view)
+        # Closed when nobody has a view of it any more: in Python 3.12 the frames of an error may have one for a while.
+        answer = _written(request["path"], memoryview(mmap.mmap(descriptor, request["size"], access=mmap.ACCESS_READ)))
         with suppress(BrokenPipeError):  # nobody is there any more
             os.write(1, json.dumps(answer).encode() + b"\n")
 

@@ -104,6 +104,9 @@ class PairedFunctionMode(TorchFunctionMode):
     def _done(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if func is Tensor.tolist and (known := self._run.as_list(args[0])) is not None:
             return known
+        folds = func in _torch.FOLDED_BY_VALUE and len(args) > 1 and not args[0].requires_grad
+        if folds and args[0].dim() > 2 == args[1].dim():
+            return func(args[0].flatten(0, -2), *args[1:], **kwargs).unflatten(0, args[0].shape[:-1])
         where = args[0].device if func is Tensor.new_tensor else kwargs.get("device")
         numbers = func in _OF_NUMBERS and not (func is not Tensor.new_tensor and args and isinstance(args[0], Tensor))
         if not numbers or where is None or torch.device(where).type != "meta":

@@ -364,14 +364,15 @@ class Interpreter(_torch.TorchDispatchMode):
         """An operation in one process; a tensor that it writes into is returned as the pair that it was given."""
         given = taken(arguments, "one")
         out = self.values.run(func, *given)
-        if self._done is not None:
-            self._done.append(CallInOneProcess(_torch.base_name(func), given, _shapes(out)))
+        if self._done is not None and (name := CallInOneProcess.name_of(func)):
+            self._done.append(CallInOneProcess(name, given, _shapes(out)))
         return paired_sizes.paired(out, out, {id(whole_of(x)): x for x in tensors_of(arguments)}, self.values.agree)
 
     def _in_one(self, func: Any) -> CallInOneProcess | None:
         """The same operation in one process, of a function that is done on each side by itself."""
-        done = next(self._expected, None) if self._expected is not None else None
-        if done is None or done.name == _torch.base_name(func):
+        if self._expected is None or (name := CallInOneProcess.name_of(func)) is None:
+            return None
+        if (done := next(self._expected, None)) is None or done.name == name:
             return done
         self._expected = iter(())  # it does others from here on
         return None

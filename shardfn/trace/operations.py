@@ -228,6 +228,12 @@ class CallInOneProcess(NamedTuple):
     given: tuple[Any, Any]
     shapes: Shapes
 
+    @staticmethod
+    def name_of(func: Any) -> str | None:
+        """What an operation is called where those of two sides are compared; None for a copy, which some views need."""
+        name = _torch.base_name(func).removeprefix("_unsafe_")
+        return None if name == "clone" else name
+
 
 def numbers_agree(func: Any, mine: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     """Whether the numbers among the arguments, but for sizes, are alike on both sides."""
