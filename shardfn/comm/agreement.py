@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardfn import _torch
 from shardfn._torch import bytes_of, gather_bytes, is_of_peers, part_of_rank, pytree, simulated
 from shardfn.comm.journal import journal_of, note, raise_explained
 from shardfn.comm.raw_collectives import gather_flat
@@ -258,7 +259,9 @@ def _fingerprint(batch: Any, most: int | None = None) -> int:
             hasher.update(repr((tuple(leaf.shape), leaf.dtype)).encode())
             if most is not None and leaf.numel() > most:
                 leaf = leaf.reshape(-1)[:: leaf.numel() // most]
-            hasher.update(bytes_of(leaf.detach().cpu().contiguous()).numpy().tobytes())
+            with _torch.outside_transforms():  # which have wrapped it, or would
+                leaf = _torch.innermost_value(leaf).detach().cpu().contiguous()
+                hasher.update(bytes_of(leaf).numpy().tobytes())
         elif isinstance(leaf, bool | int | float | str | None):
             hasher.update(repr(leaf).encode())
     return int.from_bytes(hasher.digest(), "little")

@@ -49,6 +49,32 @@ def test_a_loop_is_watched_until_it_ends(mesh: DeviceMesh) -> None:
     assert mesh not in JOURNALS
 
 
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_transforms_are_watched(mesh: DeviceMesh) -> None:
+    """Inputs that a transform has wrapped are compared as what they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    params = sf.shard(model, mesh, sf.Policy(rules={"0.weight": "f@tp c", "2.weight": "c f@tp"}))
+    (x,) = sf.data.local_batch((torch.randn(4, 4),), mesh)
+
+    def loss(p: sf.Params, x: torch.Tensor) -> torch.Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    def found() -> list[dict[str, torch.Tensor]]:
+        each = sf.vmap(sf.grad(loss), in_dims=(None, 0))(params, x[:, None])
+        product = sf.hvp(loss, (params, x), sf.tree.map(torch.ones_like, params))
+        penalty = sf.grad(lambda p: sf.optim.global_norm(sf.grad(loss)(p, x)))(params)
+        _, pull = sf.vjp(loss, params, x)
+        return [sf.gather(tree) for tree in (each, product, penalty, pull(torch.tensor(1.0))[0])]
+
+    alone = found()
+    with sf.collectives.watch(mesh):
+        before = _counts(mesh)
+        for tree, wanted in zip(found(), alone, strict=True):
+            assert all(torch.equal(tree[name], x) for name, x in wanted.items())
+        assert sum(_counts(mesh).values()) > sum(before.values())
+
+
 @on_meshes({"fsdp": 2})
 def test_a_trainer_is_watched_as_long_as_it_lives(mesh: DeviceMesh) -> None:
     trainer = sf.Trainer(nn.Linear(4, 4), mesh)
