@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 
@@ -68,5 +68,5 @@ class Log:
 
     @property
     def ranks(self) -> list[int]:
-        """How many there were, each number once."""
-        return [*dict.fromkeys(int(row[3]) for row in self._rows())]
+        """How many there were, one after the other."""
+        return [ranks for ranks, _ in groupby(int(row[3]) for row in self._rows())]

@@ -113,9 +113,9 @@ def test_one_of_two_hosts_dies(tmp_path: Path, undisturbed: list[float]) -> None
     shared = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"]
     shared += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "run", "--rdzv-conf", conf]
     script, log = [str(TRAIN), str(tmp_path / "run"), str(STEPS)], Log(tmp_path / "run")
-    first = Launched(*shared, "--local-addr", "127.0.0.1", *script, PAUSE="0.3")
+    first = Launched(*shared, "--local-addr", "127.0.0.1", *script, PAUSE="0.6")
     until(lambda: _listens(port))
-    second = Launched(*shared, "--local-addr", "127.0.0.2", *script, PAUSE="0.3")
+    second = Launched(*shared, "--local-addr", "127.0.0.2", *script, PAUSE="0.6")
     until(lambda: log.step >= 15 and log.ranks[-1] == 4)  # on a slow machine it may join when the run has begun
     second.process.kill()
     code, output = first.end(240)
